@@ -1,0 +1,1 @@
+"""Plain torch truth for every operation: what each kernel is tested against."""

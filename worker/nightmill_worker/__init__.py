@@ -1,0 +1,1 @@
+"""Nightmill worker: feeder, engine and models."""

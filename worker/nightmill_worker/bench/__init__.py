@@ -1,0 +1,1 @@
+"""Workloads W1–W3 and the comparison of scheduling policies."""

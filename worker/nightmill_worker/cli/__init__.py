@@ -1,0 +1,1 @@
+"""Commands that need the worker's packages, registered through the entry-point group nightmill.commands."""

@@ -1,0 +1,1 @@
+"""The engine's policy and bookkeeping: scheduler, page pool, prefix index. No torch in here."""

@@ -1,0 +1,102 @@
+"""The seam between policy and mechanism: what one step computes, as flat arrays.
+
+The scheduler decides, the loop packs its decision into a StepPlan, a Runner executes it. Arrays may be views of
+preallocated buffers: a Runner must not keep them after `run` returns.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nightmill_worker.engine.request import TokenLogprobs
+
+NULL_PAGE = 0
+"""Page 0 is never real data: padding reads and writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """The R sequences of a step that draw a token, with their parameters, one array element each."""
+
+    sequence: NDArray[np.int32]  # [R] index into the step's sequences
+    token_index: NDArray[np.int32]  # [R] index into the step's flat tokens: the last token of the sequence
+    position: NDArray[np.int64]  # [R] index in the sequence of the token being drawn; key of the random draw
+    seed: NDArray[np.uint64]  # [R]
+    temperature: NDArray[np.float32]  # [R] 0 = greedy
+    top_k: NDArray[np.int32]  # [R] 0 = all
+    top_p: NDArray[np.float32]  # [R] 1 = all
+    min_p: NDArray[np.float32]  # [R] 0 = all
+    presence_penalty: NDArray[np.float32]  # [R] 0 = none
+    frequency_penalty: NDArray[np.float32]  # [R] 0 = none
+    repetition_penalty: NDArray[np.float32]  # [R] 1 = none
+    num_logprobs: NDArray[np.int32]  # [R] -1 = not asked
+    any_random: bool
+    # Only rows that need them appear below, keyed by their index in [0, R).
+    history: dict[int, tuple[NDArray[np.int32], int]] = field(default_factory=dict)  # tokens so far, prompt length
+    banned: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # ids that must not be drawn (min_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One forward over S sequences and T tokens. A decode is a sequence with one token; nothing else tells it apart."""
+
+    step: int
+    token_ids: NDArray[np.int32]  # [T] sequence after sequence
+    positions: NDArray[np.int32]  # [T]
+    slots: NDArray[np.int64]  # [T] page * page_size + offset, where each token's K and V go
+    query_starts: NDArray[np.int32]  # [S + 1] sequence s owns tokens query_starts[s]:query_starts[s+1]
+    context_lens: NDArray[np.int32]  # [S] tokens visible to the sequence's last token in this step, itself included
+    page_tables: NDArray[np.int32]  # [S, P] page ids; columns past ceil(context_len / page_size) are NULL_PAGE
+    sample: SampleBatch
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step drew: one token for each row of the plan's SampleBatch, in its order."""
+
+    tokens: NDArray[np.int32]  # [R]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row in [0, R), where asked
+    failed: dict[int, str] = field(default_factory=dict)  # by row in [0, R): non-finite logits and the like
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShape:
+    """Size of the KV page pool a Runner holds."""
+
+    num_pages: int  # null page included
+    page_size: int  # tokens
+    bytes_per_token: int  # 2 · layers · kv_heads · head_dim · bytes per element
+
+
+class Runner(Protocol):
+    """Executes steps. The model's runner and the engine's fake pass the same contract suite."""
+
+    @property
+    def pool(self) -> PoolShape:
+        """The page pool this runner owns."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Write K and V of every token to its slot, attend over the page tables, draw the sampled tokens."""
+        ...
+
+    def close(self) -> None:
+        """Free the pool and the weights."""
+        ...

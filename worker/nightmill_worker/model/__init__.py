@@ -1,0 +1,1 @@
+"""Models: configuration, weights, decoder, sampler and the runner that executes a StepPlan."""
