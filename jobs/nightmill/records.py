@@ -26,7 +26,7 @@ class JobSpec:
     inputs: tuple[str, ...]
     output: str
     model: ModelSpec
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     prompt_column: str | None = None  # None: `prompt`, else `messages`, whichever the input has
     messages_column: str | None = None
