@@ -1,35 +1,58 @@
-# `make help` lists the targets. Everything runs in .venv, which each target makes when it is missing or stale.
-PYTHON ?= python3.11
+# `make help` lists the targets. Everything runs in .venv, which a target makes or renews when it has to.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+TORCH := "torch>=2.11,<2.14"
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "nightmill needs Python 3.11 or newer: set PYTHON=/path/to/python3" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --editable ".[worker,dev,bench]"
-	touch $@
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "nightmill needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@# Debian packs venv apart from Python.
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+		echo "installing python3-venv (Debian)"; apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and alone: a dependency that names a bare `torch` would pull a CUDA build of several GB.
+$(VENV)/.worker: pyproject.toml | $(BIN)/python
+	@echo "installing nightmill and what it runs on into $(VENV) (about a minute)"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".[worker]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.worker
+	@echo "installing the development tools into $(VENV)"
+	$(BIN)/python -m pip install --quiet --editable ".[worker,bench,dev]"
+	@touch $@
 
 .PHONY: setup
-setup: $(STAMP)  ## make .venv and install nightmill with everything it needs
+setup: $(VENV)/.dev  ## make .venv and install nightmill with everything it needs
+
+.PHONY: demo
+demo: $(VENV)/.worker  ## the main job: 64 Parquet prompts through a real model into ./demo-out
+	$(BIN)/nightmill run examples/packages.parquet -o demo-out --model demo --prompt-column description \
+		--system-prompt "Summarise this software package in one short sentence." --max-tokens 32
+	$(BIN)/nightmill results demo-out --limit 5
 
 .PHONY: lint
-lint: $(STAMP)  ## ruff, mypy strict, import rules
+lint: $(VENV)/.dev  ## ruff, mypy strict, import rules
 	$(BIN)/ruff format --check jobs worker kernels migrations tests bench
 	$(BIN)/ruff check jobs worker kernels migrations tests bench
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 .PHONY: test
-test: lint  ## all checks: lint, then the test suite (without the long ones)
+test: lint  ## all checks: lint, then the test suite without the long tests
 	$(BIN)/python -m pytest -m "not long"
 
 .PHONY: test-long
-test-long: $(STAMP)  ## the long tests
+test-long: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
+
+.PHONY: bench
+bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
+	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json
