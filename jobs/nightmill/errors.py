@@ -67,6 +67,12 @@ class NotFoundError(NightmillError):
     exit_code = ExitCode.NOT_FOUND
 
 
+class JobStateError(NightmillError):
+    """The job's status does not allow this."""
+
+    code = "invalid_job_status"
+
+
 class ModelError(NightmillError):
     """The model cannot be loaded."""
 

@@ -61,6 +61,7 @@ class JobOptions:
     max_failed_rows: int | None = None
     max_failures: int = 5  # process deaths without a newly checkpointed row before a shard is discarded
     idempotency_key: str | None = None
+    expires_in_s: float | None = None  # from creation; rows that have not run by then say so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class ShardLease:
     attempt: int  # starts at 1
     num_failures: int  # earlier attempts that died without checkpointing a new row
     worker_id: str
+    close_as: ShardState | None = None  # a closer's lease: the state its commit lands in, instead of committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,43 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardProgress:
+    """What a heartbeat says of one leased shard. Shown to users, never trusted for the result."""
+
+    attempt: int  # the lease's: a heartbeat for an older attempt renews nothing
+    rows_completed: int = 0  # finished so far, rows of earlier attempts included
+    rows_failed: int = 0
+    rows_running: int = 0  # in the engine now
+    rows_durable: int = 0  # in checkpoints, earlier attempts included; growth clears the failure count
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardResult:
+    """What a commit records: read from the part that stands at `part_uri`, whoever wrote it."""
+
+    rows: RowCounts
+    tokens: TokenCounts
+    error_codes: dict[str, int]  # RowErrorCode -> rows
+    part_uri: str
+    part_bytes: int
+    part_etag: str
+    rows_resumed: int = 0  # taken from checkpoints of earlier attempts
+    rows_recomputed: int = 0  # computed again although an earlier attempt had finished them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedShard:
+    """A terminal shard, as the manifest lists it."""
+
+    shard_id: int
+    range: ShardRange
+    state: ShardState  # committed | discarded | cancelled | expired
+    attempt: int  # the one whose commit was accepted
+    result: ShardResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
     """What `status` shows of a job."""
 
@@ -135,6 +174,10 @@ class JobInfo:
     error_codes: dict[str, int] = field(default_factory=dict)
     error_code: str | None = None  # of the job itself
     error_message: str | None = None
+    model_digest: str | None = None  # content digest of the resolved model
+    rows_running: int = 0
+    rows_resumed: int = 0
+    rows_recomputed: int = 0
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None

@@ -63,7 +63,7 @@ JOB_MOVES: dict[JobStatus, frozenset[JobStatus]] = {
     JobStatus.VALIDATING: frozenset({JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLING}),
     JobStatus.QUEUED: frozenset({JobStatus.IN_PROGRESS, JobStatus.CANCELLING, JobStatus.FAILED, JobStatus.EXPIRED}),
     JobStatus.IN_PROGRESS: frozenset({JobStatus.FINALIZING, JobStatus.CANCELLING, JobStatus.FAILED, JobStatus.EXPIRED}),
-    JobStatus.FINALIZING: frozenset({JobStatus.COMPLETED, JobStatus.FAILED}),
+    JobStatus.FINALIZING: frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED}),
     JobStatus.CANCELLING: frozenset({JobStatus.CANCELLED}),
     # `nightmill retry` reopens a finished job for its failed rows.
     JobStatus.COMPLETED: frozenset({JobStatus.IN_PROGRESS}),
