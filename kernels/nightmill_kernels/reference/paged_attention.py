@@ -1,0 +1,115 @@
+"""Attention over the page pool in plain torch: fp32 throughout, decodes in buckets, prefill chunks one by one."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nightmill_kernels.metadata import AttentionMetadata
+
+QUERY_BLOCK = 256
+"""Prefill rows scored at once: bounds the score matrix at heads · 256 · context floats."""
+
+BUCKET_PAGES = 8
+"""Decodes share a bucket when their page counts round up to the same multiple: little padding, few buckets."""
+
+BUCKET_ELEMENTS = 1 << 24
+"""Gathered K elements of a bucket (64 MB as fp32): a bucket above this is cut into several."""
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> Tensor:
+    """Fill `out` [T, H, D]; see the wrapper for the contract."""
+    out.zero_()
+    _, heads, head_dim = q.shape
+    kv_heads = k_pool.shape[1]
+    starts = meta.query_starts.tolist()
+    contexts = meta.context_lens.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+
+    for bucket in _decode_buckets(lengths, contexts, k_pool):
+        tokens = torch.tensor([starts[s] for s in bucket], device=q.device)
+        context = meta.context_lens[torch.tensor(bucket, device=q.device)].long()
+        k, v = _gather(k_pool, v_pool, meta.page_tables, bucket, int(context.max()))
+        rows = q[tokens].float().reshape(len(bucket), kv_heads, 1, heads // kv_heads, head_dim)
+        result = _attend(rows, k, v, (context - 1)[:, None], scale, window, softcap)
+        out[tokens] = result.reshape(len(bucket), heads, head_dim).to(out.dtype)
+
+    for s, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+        if length < 2 or context < 1:
+            continue
+        for first in range(0, length, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, length)
+            position = torch.arange(first, last, device=q.device) + (context - length)
+            if int(position[-1]) < 0:
+                continue
+            k, v = _gather(k_pool, v_pool, meta.page_tables, [s], int(position[-1]) + 1)
+            rows = q[starts[s] + first : starts[s] + last].float()
+            rows = rows.reshape(1, last - first, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)
+            result = _attend(rows, k, v, position[None], scale, window, softcap)
+            out[starts[s] + first : starts[s] + last] = result[0].transpose(0, 1).flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _decode_buckets(lengths: list[int], contexts: list[int], k_pool: Tensor) -> Iterator[list[int]]:
+    """Sequences with one query token and a context, grouped by page count."""
+    _, kv_heads, page_size, head_dim = k_pool.shape
+    buckets: dict[int, list[int]] = defaultdict(list)
+    for s, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+        if length == 1 and context > 0:
+            buckets[-(-context // (page_size * BUCKET_PAGES))].append(s)
+    for multiple, members in sorted(buckets.items()):
+        row = multiple * BUCKET_PAGES * page_size * kv_heads * head_dim
+        size = max(1, BUCKET_ELEMENTS // row)
+        for first in range(0, len(members), size):
+            yield members[first : first + size]
+
+
+def _gather(
+    k_pool: Tensor, v_pool: Tensor, tables: Tensor, sequences: list[int], num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """K and V of the sequences' first `num_keys` positions, [B, Hk, L, D] fp32."""
+    _, kv_heads, page_size, head_dim = k_pool.shape
+    num_pages = -(-num_keys // page_size)
+    index = torch.tensor(sequences, device=tables.device)
+    # Pages past a row's own context may be any id at all: the null page stands in, its scores are masked.
+    pages = tables[index, :num_pages].long().clamp(0, k_pool.shape[0] - 1)
+
+    def contiguous(pool: Tensor) -> Tensor:
+        return pool[pages].transpose(1, 2).reshape(len(sequences), kv_heads, -1, head_dim)[:, :, :num_keys].float()
+
+    return contiguous(k_pool), contiguous(v_pool)
+
+
+def _attend(
+    rows: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of rows [B, Hk, Q, G, D] at `position` [B, Q] over k, v [B, Hk, L, D]; who sees nothing gets 0."""
+    batch, kv_heads, queries, group, head_dim = rows.shape
+    key = torch.arange(k.shape[2], device=k.device)
+    visible = key <= position[:, :, None]
+    if window is not None:
+        visible &= key > position[:, :, None] - window
+    # 0 · NaN is NaN: what nobody sees must not reach the second product.
+    v = v.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
+    scores = torch.matmul(rows.flatten(2, 3), k.transpose(2, 3)) * scale
+    scores = scores.view(batch, kv_heads, queries, group, -1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, :, None], float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / total.masked_fill(total == 0.0, 1.0)
+    return torch.matmul(weights.flatten(2, 3), v).view(batch, kv_heads, queries, group, head_dim)
