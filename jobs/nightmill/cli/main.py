@@ -1,0 +1,117 @@
+"""`nightmill`: the command group. A command's module is imported when that command is asked for, and not before."""
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from nightmill import __version__
+from nightmill.cli.show import show_error
+from nightmill.errors import ExitCode, NightmillError
+
+COMMANDS = {
+    "status": "nightmill.cli.status:status",
+    "list": "nightmill.cli.jobs:list_jobs",
+    "errors": "nightmill.cli.row_errors:row_errors",
+    "results": "nightmill.cli.results:results",
+    "validate": "nightmill.cli.validate:validate",
+    "cancel": "nightmill.cli.cancel:cancel",
+    "doctor": "nightmill.cli.doctor:doctor",
+}
+# Help lists the commands of the entry-point group without importing them: theirs are the heavy packages.
+WORKER_HELP = {
+    "run": "Answer every row of a Parquet input, in this process.",
+    "bench": "Measure the engine on this machine.",
+}
+PLUGIN_GROUP = "nightmill.commands"
+
+
+class NightmillGroup(click.Group):
+    """Finds commands lazily; turns a NightmillError into a message and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The worker's commands first: `run` is what most people came for."""
+        plugins = sorted(point.name for point in _plugins() if point.name not in COMMANDS)
+        return [*sorted(plugins, key=lambda name: name != "run"), *COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name].partition(":")
+            return _command(getattr(importlib.import_module(module), attribute))
+        for point in _plugins():
+            if point.name == cmd_name:
+                return _load(point)
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One line for each command."""
+        rows = [(name, self._short_help(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _short_help(self, ctx: click.Context, name: str) -> str:
+        if name in WORKER_HELP:
+            return WORKER_HELP[name]
+        command = self.get_command(ctx, name)
+        return command.get_short_help_str(limit=90) if command is not None else ""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; every expected failure ends here, as words and a code."""
+        try:
+            result = super().invoke(ctx)
+        except NightmillError as error:
+            show_error(error)
+            ctx.exit(error.exit_code)
+        except BrokenPipeError:  # `nightmill errors … | head`
+            sys.stderr.close()
+            ctx.exit(ExitCode.DONE)
+        if isinstance(result, int):
+            ctx.exit(result)
+        return result
+
+
+def _plugins() -> list[EntryPoint]:
+    return list(entry_points(group=PLUGIN_GROUP))
+
+
+def _load(point: EntryPoint) -> click.Command:
+    try:
+        return _command(point.load())
+    except ModuleNotFoundError as error:
+        raise NightmillError(
+            f"`nightmill {point.name}` needs packages that are not installed: {error}",
+            hint="pip install 'nightmill[worker]' installs them.",
+        ) from error
+
+
+def _command(value: object) -> click.Command:
+    if not isinstance(value, click.Command):
+        raise TypeError(f"{value!r} is not a click command")
+    return value
+
+
+@click.group(
+    cls=NightmillGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 validation, 4 not found, 5 rows failed, 6 cancelled or expired.",
+)
+@click.version_option(__version__, prog_name="nightmill")
+def cli() -> None:
+    """Parquet prompts in, Parquet completions out.
+
+    \b
+    nightmill run prompts/ -o answers/ --model demo    every row gets a completion or an error code
+    nightmill status                                   how far the last job is
+    """
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        cli(prog_name="nightmill")
+    except NightmillError as error:  # from loading a command, before `invoke`
+        show_error(error)
+        sys.exit(error.exit_code)

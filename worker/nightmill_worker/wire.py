@@ -1,0 +1,86 @@
+"""What the feeder and the engine process say to each other, over two one-way pipes.
+
+The engine reads its inbox between steps and never waits for it while there is work. A closed inbox means: stop.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nightmill_worker.engine.loop import EngineStats, LoopOptions
+from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.step import PoolShape, Runner
+
+
+class RunnerConfig(Protocol):
+    """What a runner is built from. It is pickled to the engine process, which builds the runner there."""
+
+    def build(self) -> Runner:
+        """Load weights, allocate the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """Everything the engine process is started with."""
+
+    runner_config: RunnerConfig
+    loop_options: LoopOptions
+    tokenizer_dir: Path | None  # for stop strings; None: requests with stop strings are refused by the loop
+    parent_pid: int | None  # None: in-process, a thread
+    step_timeout_s: float | None  # None: no watchdog
+    dump_path: Path | None  # where a crash or the watchdog writes every thread's stack
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Feeder → engine: run these."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Feeder → engine: end these now; each still comes back once, with ABORT."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the feeder learns of a started engine."""
+
+    pool: PoolShape
+    vocab_size: int
+    pid: int
+    start_s: float  # from the process's first line to ready
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Engine → feeder: the model is loaded and the pool allocated."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Engine → feeder: sequences that ended since the last message, and the counters."""
+
+    finished: tuple[Finished, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Engine → feeder: the last words of an engine that ends by an exception."""
+
+    starting: bool  # before Ready
+    code: str  # a NightmillError's code, else "engine_error"
+    message: str
+    hint: str | None
+    traceback: str
+
+
+Command = Submit | Cancel
+Report = Ready | Results | Failed
