@@ -1,0 +1,142 @@
+"""Connections and transactions: SQLite's pragmas, and the retry of whole transactions."""
+
+import random
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from nightmill.errors import ConfigError, StorageError
+
+Result = TypeVar("Result")
+
+BUSY_TIMEOUT_S = 30.0
+_MAX_TRIES = 8
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+# Classes and codes of SQLSTATE that a new try can heal: connection, serialization and deadlock, shutdown, lock timeout.
+_RETRY_SQLSTATE = ("08", "40", "57P", "55P03", "25P03")
+
+
+class Database:
+    """An engine whose transactions can be retried whole: give it functions that may run more than once."""
+
+    def __init__(self, url: str) -> None:
+        self.url = make_url(url)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if self.is_sqlite:
+            self.engine = _sqlite_engine(url, Path(self.url.database or ""))
+        else:
+            self.engine = _postgres_engine(url)
+
+    def write(self, function: Callable[[Connection], Result]) -> Result:
+        """Run `function` in one transaction that may write; again from its start when the database says so.
+
+        The answer to a COMMIT can be lost: `function` must give the same answer when its first run did take effect.
+        """
+        return self._run(function, {})
+
+    def read(self, function: Callable[[Connection], Result]) -> Result:
+        """Run `function` on one consistent view; takes no lock that a writer waits for."""
+        return self._run(function, {"nightmill_read_only": True})
+
+    def _run(self, function: Callable[[Connection], Result], options: dict[str, Any]) -> Result:
+        for attempt in range(1, _MAX_TRIES + 1):
+            try:
+                with self.engine.connect() as connection:
+                    connection.execution_options(**options)
+                    with connection.begin():
+                        return function(connection)
+            except (DBAPIError, PoolTimeoutError) as error:
+                if not can_retry(error) or attempt == _MAX_TRIES:
+                    raise _explain(error, self.url.render_as_string(hide_password=True)) from error
+            time.sleep(min(2.0, 0.05 * 2**attempt) * random.uniform(0.5, 1.0))
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
+def can_retry(error: DBAPIError | PoolTimeoutError) -> bool:
+    """True when the same transaction may succeed a moment later: a lock, a deadlock, a lost connection."""
+    if isinstance(error, PoolTimeoutError):
+        return True
+    if isinstance(error.orig, sqlite3.Error):
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _BUSY
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if sqlstate is None:
+        # psycopg: the server could not be reached, or the connection went away.
+        return error.connection_invalidated or isinstance(error, OperationalError)
+    return str(sqlstate).startswith(_RETRY_SQLSTATE)
+
+
+def _explain(error: DBAPIError | PoolTimeoutError, url: str) -> Exception:
+    """Trouble of the machine becomes a StorageError; anything else is a bug of ours and keeps its traceback."""
+    if isinstance(error, OperationalError | PoolTimeoutError):
+        cause = str(getattr(error, "orig", error)).strip()
+        return StorageError(
+            f"the job store {url} failed: {cause}",
+            hint="check that its disk has room and you may write there; the same command again resumes",
+        )
+    return error
+
+
+def _sqlite_engine(url: str, path: Path) -> Engine:
+    if not path.name or str(path) == ":memory:":
+        raise ConfigError("DATABASE_URL: the store must be a file, so that several processes can share it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the folder of the job store: {error}", hint="set NIGHTMILL_HOME to a folder you may write to"
+        ) from error
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
+
+    @event.listens_for(engine, "connect")
+    def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
+        # Transactions are ours: the driver would begin them late and DEFERRED, and lose the upgrade to a write lock.
+        connection.isolation_level = None
+        connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+        # Changing to WAL needs the file alone and does not wait for it: ask only where it is not WAL yet.
+        if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            connection.execute("PRAGMA journal_mode = WAL")
+        # A power cut may take back the last commits, never more: the part stands, its shard runs again and adopts it.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get("nightmill_read_only", False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _postgres_engine(url: str) -> Engine:
+    try:
+        return create_engine(
+            url,
+            pool_pre_ping=True,
+            pool_size=8,
+            pool_timeout=30,
+            pool_recycle=1800,
+            connect_args={
+                "connect_timeout": 5,
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+                "options": "-c statement_timeout=30000 -c lock_timeout=10000"
+                " -c idle_in_transaction_session_timeout=60000",
+            },
+        )
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "DATABASE_URL asks for PostgreSQL, and its driver psycopg is not installed",
+            hint="pip install 'psycopg[binary]', or unset DATABASE_URL to use SQLite",
+        ) from error
