@@ -1,0 +1,58 @@
+"""The decoder: one module, driven by ModelConfig, for every supported family."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nightmill_kernels.rms_norm import rms_norm
+from nightmill_worker.model.config import ModelConfig, RopeConfig
+from nightmill_worker.model.layers import Layer, StepTensors
+from nightmill_worker.model.pool import KVPool
+from nightmill_worker.model.rope import rope_table
+from nightmill_worker.model.weights import ModelWeights
+
+
+class Decoder:
+    """Weights and page pool, put together; holds no state of its own between steps."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, *, max_model_len: int) -> None:
+        self._config = config
+        self._embedding = weights.embedding
+        self._lm_head = weights.lm_head
+        self._final_norm = weights.final_norm
+        # As transformers: the factor is rounded to the model's dtype first.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale).to(weights.embedding.dtype))
+        device = weights.embedding.device
+        kinds = {layer.rope for layer in config.layers if layer.rope is not None}
+        tables: dict[RopeConfig, Tensor] = {kind: rope_table(kind, max_model_len, device) for kind in kinds}
+        self._layers = [
+            Layer(config, i, weights.layers[i], pool.layer(i), tables[layer.rope] if layer.rope is not None else None)
+            for i, layer in enumerate(config.layers)
+        ]
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """Write K and V of every token; the hidden states [R, d], after the last norm, of those that draw."""
+        residual = F.embedding(step.token_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
+        delta: Tensor | None = None
+        last = self._layers[-1]
+        for layer in self._layers:
+            mixed, residual = layer.attend(delta, residual, step)
+            if layer is last and step.sampled is not None:
+                # Nothing reads the other tokens' outputs of the last layer.
+                mixed, residual = mixed[step.sampled], residual[step.sampled]
+            delta, residual = layer.feed_forward(mixed, residual)
+        assert delta is not None
+        c = self._config
+        return rms_norm(residual.add_(delta), self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 [R, vocab] of hidden states [R, d]."""
+        c = self._config
+        logits = F.linear(hidden, self._lm_head).float()
+        if c.logit_scale != 1.0:
+            logits *= c.logit_scale
+        if c.logit_softcap is not None:
+            logits = logits.div_(c.logit_softcap).tanh_().mul_(c.logit_softcap)
+        return logits

@@ -1,0 +1,109 @@
+"""One decoder layer: attention over the page pool and the gated feed-forward part, for every family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nightmill_kernels.gated_mul import gelu_mul, silu_mul
+from nightmill_kernels.metadata import AttentionMetadata
+from nightmill_kernels.paged_attention import paged_attention
+from nightmill_kernels.rms_norm import add_rms_norm, rms_norm
+from nightmill_kernels.rope import rope
+from nightmill_kernels.store_kv import store_kv
+from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
+from nightmill_worker.model.weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """A step's flat inputs on the model's device: T tokens, R of which end in a draw."""
+
+    token_ids: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int64 [T]
+    attention: AttentionMetadata
+    sampled: Tensor | None  # int64 [R] indices into T; None: every token, in order
+
+
+class Layer:
+    """One layer's weights, its two pages tensors, and how they are combined."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        weights: LayerWeights,
+        pages: tuple[Tensor, Tensor],
+        cos_sin: Tensor | None,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._k_pages, self._v_pages = pages
+        self._cos_sin = cos_sin  # None: no positions in this layer
+        self._window = config.layers[index].window
+        self._activate: Callable[[Tensor], Tensor] = silu_mul if config.activation is Activation.SILU else gelu_mul
+
+    def attend(self, delta: Tensor | None, residual: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """Attention over everything each token may see, before the output projection.
+
+        Args:
+            delta: [T, d], what the layer before adds to the residual; None in the first layer.
+            residual: [T, d], updated in place.
+            step: where the tokens stand.
+
+        Returns:
+            [T, H · D] and the new residual.
+        """
+        c, w = self._config, self._weights
+        hidden, residual = self._enter(delta, residual, w.attention_norm)
+        qkv = F.linear(hidden, w.qkv, w.qkv_bias).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = qkv.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        q, k = self._norm_heads(q, w.q_norm), self._norm_heads(k, w.k_norm)
+        if self._cos_sin is not None:
+            rope(q, k, step.positions, self._cos_sin)
+        store_kv(k, v, self._k_pages, self._v_pages, step.slots)
+        mixed = paged_attention(
+            q,
+            self._k_pages,
+            self._v_pages,
+            step.attention,
+            scale=c.attention_scale,
+            window=self._window,
+            softcap=c.attention_softcap,
+        )
+        return mixed.flatten(1), residual
+
+    def feed_forward(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Output projection, then the feed-forward part: (what is to be added to the residual, the residual)."""
+        w = self._weights
+        delta = self._leave(F.linear(mixed, w.out, w.out_bias), w.attention_post_norm)
+        hidden, residual = self._enter(delta, residual, w.mlp_norm)
+        gated = self._activate(F.linear(hidden, w.gate_up, w.gate_up_bias))
+        return self._leave(F.linear(gated, w.down, w.down_bias), w.mlp_post_norm), residual
+
+    def _enter(self, delta: Tensor | None, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add the last part's result to the residual and normalise it for the next."""
+        c = self._config
+        if norm is None:
+            residual = residual if delta is None else residual.add_(delta)
+            return residual, residual
+        if delta is None:
+            return rms_norm(residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset), residual
+        return add_rms_norm(delta, residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+
+    def _leave(self, delta: Tensor, norm: Tensor | None) -> Tensor:
+        c = self._config
+        if norm is not None:
+            delta = rms_norm(delta, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+        return delta if c.residual_scale == 1.0 else delta.mul_(c.residual_scale)
+
+    def _norm_heads(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        """[T, heads, D] normalised by head, or over all heads of a token."""
+        c = self._config
+        if norm is None:
+            return heads
+        if c.qk_norm is QKNorm.HEAD:
+            return rms_norm(heads, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+        return rms_norm(heads.flatten(1), norm, c.norm_eps).view(heads.shape)

@@ -1,0 +1,71 @@
+"""The KV page pool: K and V of every layer, in pages."""
+
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from nightmill.errors import ModelError
+from nightmill.records import EngineOptions
+from nightmill_worker.engine.step import PoolShape
+from nightmill_worker.model.config import ModelConfig
+
+DEFAULT_PAGE_SIZE = 16
+# A CPU worker shares its memory with the data it serves; the pool is touched page by page as it fills.
+_CPU_POOL_BYTES = 4 << 30
+_CPU_POOL_FRACTION = 0.4
+
+
+class KVPool:
+    """Pages of K and V, [num_pages, kv_heads, page_size, head_dim] per layer, zeroed; page 0 is the null page.
+
+    Zeroed because attention may multiply a page's unused tail by a weight of 0, and 0 · NaN is NaN.
+    """
+
+    def __init__(
+        self, config: ModelConfig, shape: PoolShape, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.shape = shape
+        # One allocation: a page can be moved in a few copies, and a large calloc costs nothing until touched.
+        self._pages = torch.zeros(
+            (config.num_layers, 2, shape.num_pages, config.num_kv_heads, shape.page_size, config.head_dim),
+            dtype=dtype,
+            device=device,
+        )
+        self._layers = [(layer[0], layer[1]) for layer in self._pages]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of one layer."""
+        return self._layers[index]
+
+
+def plan_pool(config: ModelConfig, options: EngineOptions, *, dtype: str, max_model_len: int) -> PoolShape:
+    """Size the pool from `pool_bytes`, else from the memory of the machine, and from what sequences can use at most.
+
+    Raises:
+        ModelError: not even one sequence of max_model_len fits.
+    """
+    page_size = options.page_size or DEFAULT_PAGE_SIZE
+    bytes_per_token = config.kv_bytes_per_token(dtype)
+    bytes_per_page = page_size * bytes_per_token
+    budget = options.pool_bytes or min(_CPU_POOL_BYTES, int(_CPU_POOL_FRACTION * _available_memory_bytes()))
+    num_pages = budget // bytes_per_page
+    needed = 1 + -(-max_model_len // page_size)
+    if num_pages < needed:
+        raise ModelError(
+            f"the KV pool of {budget / 2**20:.0f} MiB holds {max(0, num_pages - 1) * page_size} tokens; "
+            f"one sequence of max_model_len {max_model_len} needs {needed * bytes_per_page / 2**20:.0f} MiB",
+            hint="Pass a smaller --max-model-len or a larger pool.",
+        )
+    return PoolShape(num_pages=num_pages, page_size=page_size, bytes_per_token=bytes_per_token)
+
+
+def _available_memory_bytes() -> int:
+    """Free memory of the machine, or of the container where that is less."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return free

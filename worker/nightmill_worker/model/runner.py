@@ -1,0 +1,133 @@
+"""The model's Runner: a StepPlan in, tokens out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nightmill.errors import ModelError
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_kernels.metadata import AttentionMetadata
+from nightmill_worker.engine.step import PoolShape, StepOutput, StepPlan
+from nightmill_worker.model.config import ModelConfig
+from nightmill_worker.model.decoder import Decoder
+from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
+from nightmill_worker.model.dummy import dummy_weights
+from nightmill_worker.model.layers import StepTensors
+from nightmill_worker.model.pool import KVPool, plan_pool
+from nightmill_worker.model.sampler import sample
+from nightmill_worker.model.weights import ModelWeights, load_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerConfig:
+    """All that the engine process needs to load a model; picklable."""
+
+    model_dir: Path  # holds config.json and, unless load_format is dummy, safetensors
+    spec: ModelSpec
+    options: EngineOptions
+    dummy_seed: int = 0
+
+    def build(self) -> "ModelRunner":
+        """Load the weights and allocate the pool, in this process.
+
+        Raises:
+            ModelError: the model is not supported, not readable, or does not fit.
+        """
+        if self.spec.quantization is not None:
+            raise ModelError(
+                f"quantization {self.spec.quantization!r} is not supported", hint="Leave --quantization out."
+            )
+        if self.options.num_threads is not None:
+            torch.set_num_threads(self.options.num_threads)
+        config = ModelConfig.from_directory(self.model_dir)
+        dtype = resolve_dtype(self.spec.dtype, config)
+        max_model_len = config.resolve_max_model_len(self.spec.max_model_len)
+        shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
+        return ModelRunner(config, self._weights(config, torch_dtype(dtype)), shape, max_model_len=max_model_len)
+
+    def _weights(self, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+        match self.spec.load_format:
+            case "auto":
+                return load_weights(self.model_dir, config, dtype)
+            case "dummy":
+                return dummy_weights(config, dtype, seed=self.dummy_seed)
+            case other:
+                raise ModelError(f"load_format {other!r} is unknown", hint="Known: auto, dummy.")
+
+
+class ModelRunner:
+    """Runs steps of a decoder on the CPU; a Runner."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, shape: PoolShape, *, max_model_len: int) -> None:
+        self._config = config
+        self._shape = shape
+        pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
+        self._decoder: Decoder | None = Decoder(config, weights, pool, max_model_len=max_model_len)
+
+    @property
+    def pool(self) -> PoolShape:
+        """The page pool this runner owns."""
+        return self._shape
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        return self._config.vocab_size
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute K and V of every token of the plan and draw the tokens it asks for."""
+        hidden = self._forward(plan)
+        if len(plan.sample.sequence) == 0:
+            return StepOutput(tokens=np.empty(0, dtype=np.int32))
+        return sample(self._loaded().logits(hidden), plan.sample)
+
+    @torch.inference_mode()
+    def compute_logits(self, plan: StepPlan) -> Tensor:
+        """Run the plan and return float32 [R, vocab] instead of drawing: for parity tests and scoring."""
+        return self._loaded().logits(self._forward(plan))
+
+    def close(self) -> None:
+        """Free the pool and the weights."""
+        self._decoder = None
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        return self._loaded().forward(step_tensors(plan))
+
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise RuntimeError("this runner is closed")
+        return self._decoder
+
+
+def step_tensors(plan: StepPlan) -> StepTensors:
+    """The plan's arrays as tensors that share their memory."""
+    token_index = plan.sample.token_index
+    return StepTensors(
+        token_ids=_share(plan.token_ids),
+        positions=_share(plan.positions),
+        slots=_share(plan.slots),
+        attention=AttentionMetadata(
+            query_starts=_share(plan.query_starts),
+            context_lens=_share(plan.context_lens),
+            page_tables=_share(plan.page_tables),
+            max_query_len=int(np.diff(plan.query_starts).max(initial=0)),
+        ),
+        sampled=None
+        if _is_every_token(token_index, plan.num_tokens)
+        else torch.from_numpy(token_index.astype(np.int64)),
+    )
+
+
+def _is_every_token(token_index: NDArray[np.int32], num_tokens: int) -> bool:
+    """Decode steps draw for each token in order: no row needs to be picked."""
+    return len(token_index) == num_tokens and bool((token_index == np.arange(num_tokens, dtype=np.int32)).all())
+
+
+def _share(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+    # Read-only arrays make torch warn; nothing here writes to them.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
