@@ -1,0 +1,219 @@
+"""The local disk as a Storage: temporary, fsync, hard link, fsync of the folder."""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import pyarrow as pa
+
+from nightmill.errors import StorageError
+from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, Storage
+
+_TEMPORARY_PREFIX = ".nightmill-"
+_TEMPORARY_SUFFIX = ".tmp"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EMLINK})
+
+
+def absolute(uri: str) -> str:
+    """Spell a location so that it means the same from any working directory: local paths become absolute.
+
+    Raises:
+        StorageError: for a scheme that is not supported.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return os.path.abspath(Path(uri).expanduser())  # noqa: PTH100 - Path.absolute() keeps "..", resolve() follows links
+    if scheme == "file":
+        return os.path.abspath("/" + rest.lstrip("/"))  # noqa: PTH100
+    raise StorageError(f"{uri}: locations that begin with {scheme}:// are not supported", hint="Give a local path.")
+
+
+def open_storage(uri: str) -> Storage:
+    """Give the storage that holds `uri`."""
+    absolute(uri)
+    return LocalStorage()
+
+
+@dataclass(frozen=True)
+class LocalStorage:
+    """Files on a disk that has hard links. A uri is a path or `file://` and a path."""
+
+    def open_input(self, uri: str) -> pa.NativeFile:
+        """Open for random access."""
+        with _explained(uri, "read"):
+            return pa.OSFile(absolute(uri), "rb")
+
+    def stat(self, uri: str) -> ObjectInfo | None:
+        """None when there is no such file (a folder is none)."""
+        path = Path(absolute(uri))
+        with _explained(uri, "read"):
+            try:
+                return _info(path) if path.is_file() else None
+            except FileNotFoundError:
+                return None
+
+    def list(self, folder: str) -> list[ObjectInfo]:
+        """Files below `folder`, without the unpublished ones."""
+        found = []
+        with _explained(folder, "list"):
+            for path in _walk(Path(absolute(folder))):
+                if not _is_temporary(path.name):
+                    # A file may go between the walk and the look at it: it is then not there.
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append(_info(path))
+        return sorted(found, key=lambda info: info.uri)
+
+    def stage(self, uri: str) -> "LocalStagedObject":
+        """Write to a temporary in the same folder: hard links do not cross file systems."""
+        return LocalStagedObject(uri)
+
+    def delete(self, uri: str) -> None:
+        """Remove a file."""
+        with _explained(uri, "delete"):
+            Path(absolute(uri)).unlink(missing_ok=True)
+
+    def sweep(self, folder: str) -> None:
+        """Remove temporaries and then empty folders below `folder`, never `folder` itself."""
+        root = Path(absolute(folder))
+        with _explained(folder, "clean"):
+            for path in list(_walk(root)):
+                if _is_temporary(path.name):
+                    path.unlink(missing_ok=True)
+            for parent, _, _ in os.walk(root, topdown=False):
+                if Path(parent) != root:
+                    with contextlib.suppress(OSError):  # not empty: it holds something that stays
+                        Path(parent).rmdir()
+
+
+class LocalStagedObject:
+    """A temporary file that becomes the object by a hard link."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._path = Path(absolute(uri))
+        self._temporary = self._path.with_name(
+            f"{_TEMPORARY_PREFIX}{self._path.name}-{secrets.token_hex(6)}{_TEMPORARY_SUFFIX}"
+        )
+        with _explained(uri, "write"):
+            _make_folder(self._path.parent)
+            # Buffered: a raw file may write less than it was given, and Arrow does not look.
+            self._file = self._temporary.open("xb")
+
+    @property
+    def file(self) -> BinaryIO:
+        """The temporary, open for writing."""
+        return self._file
+
+    def open_input(self) -> pa.NativeFile:
+        """Read the temporary back."""
+        with _explained(self._uri, "read back"):
+            self._file.flush()
+            return pa.OSFile(str(self._temporary), "rb")
+
+    def create(self) -> ObjectInfo:
+        """Hard-link the temporary to the final name: the kernel refuses when the name is taken."""
+        with _explained(self._uri, "write"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            try:
+                os.link(self._temporary, self._path)
+            except FileExistsError:
+                raise ObjectExistsError(f"{self._uri} exists already") from None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                raise StorageError(
+                    f"cannot create {self._uri}: this file system has no hard links ({error.strerror})",
+                    hint="Choose an output folder on a local disk (ext4, xfs, btrfs, APFS).",
+                ) from error
+            _sync_folder(self._path.parent)
+            return _info(self._path)
+
+    def replace(self, *, etag: str | None = None) -> ObjectInfo:
+        """Rename over the final name. The check is not atomic: the caller holds the shard's lease."""
+        with _explained(self._uri, "write"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            if etag is not None:
+                current = _info(self._path).etag if self._path.exists() else None
+                if current != etag:
+                    raise PreconditionFailedError(f"{self._uri} has changed: its etag is {current}, not {etag}")
+            self._temporary.replace(self._path)
+            _sync_folder(self._path.parent)
+            return _info(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # what create() did not flush is not wanted any more
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _explain(error, self._uri, "write") from error
+
+
+@contextlib.contextmanager
+def _explained(uri: str, action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _explain(error, uri, action) from error
+
+
+def _explain(error: OSError, uri: str, action: str) -> StorageError:
+    if error.errno in _NO_SPACE:
+        folder = Path(absolute(uri)).parent
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        return StorageError(
+            f"cannot {action} {uri}: no space left ({error.strerror}; {free:,} bytes free on the disk of {folder})",
+            hint="Finished rows are kept. Make space, then run the same command again: it resumes.",
+        )
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"cannot {action} {uri}: there is no such file")
+    return StorageError(f"cannot {action} {uri}: {error.strerror or error}")
+
+
+def _info(path: Path) -> ObjectInfo:
+    status = path.stat()
+    return ObjectInfo(uri=str(path), size_bytes=status.st_size, etag=f"{status.st_mtime_ns}-{status.st_size}")
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(root):
+        for name in names:
+            yield Path(parent) / name
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
+
+
+def _make_folder(folder: Path) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        _sync_folder(new.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

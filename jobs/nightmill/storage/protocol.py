@@ -1,0 +1,94 @@
+"""What every store of objects must offer, and no more: it fits a local disk and S3 alike.
+
+Publication is creation: an object appears whole under its final name, or it does not appear. The two conditional
+writes are those of S3: `create` is `IfNoneMatch: *` (a local hard link), `replace` is `IfMatch: <etag>`.
+"""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self
+
+import pyarrow as pa
+
+from nightmill.errors import StorageError
+
+
+class ObjectExistsError(StorageError):
+    """An object of this name exists already."""
+
+    code = "object_exists"
+
+
+class PreconditionFailedError(StorageError):
+    """The object is not the one that was to be replaced."""
+
+    code = "precondition_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """An object as listed: enough to tell whether it has changed."""
+
+    uri: str
+    size_bytes: int
+    etag: str  # object store; local files: "mtime_ns-size"
+
+
+class StagedObject(Protocol):
+    """An object being written, invisible under its final name until `create` or `replace`.
+
+    A context manager: what was not published on leaving is thrown away.
+    """
+
+    @property
+    def file(self) -> BinaryIO:
+        """Write here, from start to end."""
+        ...
+
+    def open_input(self) -> pa.NativeFile:
+        """Read back what was written so far, before it is published."""
+        ...
+
+    def create(self) -> ObjectInfo:
+        """Publish; raises ObjectExistsError when the name is taken (nothing is overwritten)."""
+        ...
+
+    def replace(self, *, etag: str | None = None) -> ObjectInfo:
+        """Publish over what is there; raises PreconditionFailedError when `etag` is given and is no longer its etag."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Storage(Protocol):
+    """Objects by uri. All failures are StorageError and name the uri. Equal ones reach the same objects."""
+
+    def __hash__(self) -> int: ...
+
+    def open_input(self, uri: str) -> pa.NativeFile:
+        """Open for random access (ranged reads); the caller closes it. Raises StorageError when it is missing."""
+        ...
+
+    def stat(self, uri: str) -> ObjectInfo | None:
+        """None: there is no such object."""
+        ...
+
+    def list(self, folder: str) -> list[ObjectInfo]:
+        """Objects below `folder`, at any depth, in the order of their uri. Empty when there is no such folder."""
+        ...
+
+    def stage(self, uri: str) -> StagedObject:
+        """Begin to write an object."""
+        ...
+
+    def delete(self, uri: str) -> None:
+        """Remove an object; none there is no error."""
+        ...
+
+    def sweep(self, folder: str) -> None:
+        """Remove what this program left behind below `folder` when it was killed: unpublished writes, empty folders."""
+        ...
