@@ -1,0 +1,174 @@
+"""Rows to requests. A row that cannot become one becomes its own error; its neighbours never notice."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as types
+
+from nightmill.errors import RowError, RowErrorCode
+from nightmill.reader import InputColumns, RowBatch, resolve_columns
+from nightmill.reader.text import sanitized
+from nightmill.records import Completion, JobSpec
+from nightmill.rows.messages import clean_messages, plain
+from nightmill.rows.openai_body import parse_request
+from nightmill.sampling import SamplingParams, merge_sampling
+from nightmill.seeds import explicit_seed, request_seed
+from nightmill.sharding import source_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRow:
+    """A row that may run. Exactly one of `prompt` and `messages` is set."""
+
+    row_index: int  # from 0 in its source file
+    custom_id: str
+    prompt: str | None = None  # not blank, valid Unicode
+    messages: list[dict[str, Any]] | None = None  # at least one, without null members
+    sampling: SamplingParams
+    seed: int  # unsigned 64 bit
+    chat: bool | None = None  # overrides the job's `chat`: False for OpenAI completion requests
+    response_format: dict[str, Any] | None = None  # never set yet: structured output is refused
+
+
+def parse_rows(batch: RowBatch, spec: JobSpec) -> Iterator[InputRow | Completion]:
+    """Turn each row of a batch into a request or, when it cannot run, into its final error. In order, one for one."""
+    columns = resolve_columns(batch.columns.schema, spec, where=batch.source_file)
+    defaults = replace(spec.sampling, seed=None)
+    job_seed = spec.seed if spec.sampling.seed is None else spec.sampling.seed
+    name = source_name(spec.inputs, batch.source_file)
+    ids = custom_ids(batch, spec)
+    for position, cells in enumerate(_cells(batch.columns, columns)):
+        row_index = batch.row_start + position
+        try:
+            request = _openai_row(cells, defaults) if columns.openai else _table_row(cells, columns, defaults)
+        except RowError as error:
+            yield Completion(
+                row_index=row_index,
+                custom_id=ids[position],
+                error_code=error.code.value,
+                error_message=sanitized(error.message),
+            )
+            continue
+        own = request.sampling.seed
+        seed = request_seed(job_seed, name, row_index) if own is None else explicit_seed(own)
+        yield InputRow(
+            row_index=row_index,
+            custom_id=ids[position],
+            prompt=request.prompt,
+            messages=request.messages,
+            sampling=request.sampling,
+            seed=seed,
+            chat=request.chat,
+        )
+
+
+def custom_ids(batch: RowBatch, spec: JobSpec) -> list[str]:
+    """The id of each row: its own, or `<file>#<row>` where it has none. `batch` may hold only the id column."""
+    name = source_name(spec.inputs, batch.source_file)
+    given: list[Any] = [None] * batch.num_rows
+    if "custom_id" in batch.columns.schema.names:
+        given = [cell.value for cell in _column_cells(batch.columns.column("custom_id"))]
+    return [
+        f"{name}#{batch.row_start + position}" if value is None else sanitized(str(value))
+        for position, value in enumerate(given)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    value: Any
+    problem: str | None = None  # bytes that are no text
+
+
+_NOTHING = _Cell(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    sampling: SamplingParams
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat: bool | None = None
+
+
+def _table_row(cells: dict[str, _Cell], columns: InputColumns, defaults: SamplingParams) -> _Request:
+    response_format = cells.get(columns.response_format or "", _NOTHING)
+    _refuse_response_format(response_format.value)
+    sampling = _sampling(defaults, cells.get(columns.sampling_params or "", _NOTHING))
+    if columns.prompt is not None:
+        return _Request(prompt=_prompt(cells[columns.prompt].value), sampling=sampling)
+    assert columns.messages is not None
+    cell = cells[columns.messages]
+    if cell.problem is not None:
+        raise RowError(RowErrorCode.INVALID_MESSAGES, cell.problem)
+    return _Request(messages=clean_messages(cell.value), sampling=sampling)
+
+
+def _openai_row(cells: dict[str, _Cell], defaults: SamplingParams) -> _Request:
+    request = parse_request(cells["url"].value, cells["body"].value)
+    _refuse_response_format(request.response_format)
+    sampling = merge_sampling(defaults, request.sampling)
+    if request.chat:
+        return _Request(messages=clean_messages(request.content), sampling=sampling, chat=True)
+    if request.content is not None and not isinstance(request.content, str):
+        raise RowError(RowErrorCode.INVALID_MESSAGES, "prompt must be a string")
+    return _Request(prompt=_prompt(request.content), sampling=sampling, chat=False)
+
+
+def _prompt(value: str | None) -> str:
+    if value is None:
+        raise RowError(RowErrorCode.NULL_PROMPT, "the prompt is null")
+    if not value.strip():
+        raise RowError(RowErrorCode.EMPTY_PROMPT, "the prompt is blank" if value else "the prompt is empty")
+    return sanitized(value)
+
+
+def _sampling(defaults: SamplingParams, cell: _Cell) -> SamplingParams:
+    if cell.problem is not None:
+        raise RowError(RowErrorCode.INVALID_SAMPLING_PARAMS, cell.problem)
+    value = cell.value
+    return merge_sampling(defaults, value if isinstance(value, str) or value is None else plain(value))
+
+
+def _refuse_response_format(value: object) -> None:
+    """Ask for nothing, or for text, and you get text; all else is not supported yet."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(RowErrorCode.INVALID_SCHEMA, f"response_format is not valid JSON: {error}") from error
+    if value is None or (isinstance(value, dict) and value.get("type") == "text"):
+        return
+    raise RowError(
+        RowErrorCode.INVALID_SCHEMA,
+        'response_format: structured output is not supported yet; leave it null, or give {"type": "text"}',
+    )
+
+
+def _cells(batch: pa.RecordBatch, columns: InputColumns) -> Iterator[dict[str, _Cell]]:
+    names = columns.names
+    for values in zip(*(_column_cells(batch.column(name)) for name in names), strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def _column_cells(column: pa.Array) -> list[_Cell]:
+    """Python values of a column. Arrow does not check that strings are UTF-8: one bad cell must not stop the rest."""
+    try:
+        return [_Cell(value) for value in column.to_pylist()]
+    except UnicodeDecodeError:
+        return [_decoded(column, position) for position in range(len(column))]
+
+
+def _decoded(column: pa.Array, position: int) -> _Cell:
+    scalar = column[position]
+    try:
+        return _Cell(scalar.as_py())
+    except UnicodeDecodeError as error:
+        if types.is_dictionary(scalar.type):
+            scalar = scalar.value
+        if types.is_nested(scalar.type):
+            return _Cell(None, f"not valid UTF-8: {error}")
+        return _Cell(bytes(scalar.as_buffer()).decode("utf-8", "replace"))
