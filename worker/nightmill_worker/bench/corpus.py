@@ -1,6 +1,6 @@
-"""Real English text for workloads, from what every Debian machine with CPython has: Python's documentation and licences.
+"""Real English text for workloads, from what a Debian machine with CPython has: its documentation and licences.
 
-The same interpreter and the same `base-files` package give the same text; workload.py checks the hash of what comes out.
+The same interpreter and the same `base-files` package give the same text; workload.py hashes what comes out.
 """
 
 import ast

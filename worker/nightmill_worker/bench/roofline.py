@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nightmill_worker.bench.workload import Workload
-from nightmill_worker.model.config import ModelConfig
+from nightmill_worker.model.config import DTYPE_BYTES, ModelConfig
 
 _BANDWIDTH_BYTES = 256 << 20
 _GEMM_SHAPE = (1024, 576, 1536)
@@ -46,10 +46,10 @@ def measure_ceilings(dtype: torch.dtype, repeats: int = 9) -> Ceilings:
     return Ceilings(flops=2 * m * k * n / gemm_s, bytes_per_s=_BANDWIDTH_BYTES / read_s)
 
 
-def workload_bound(workload: Workload, config: ModelConfig, ceilings: Ceilings, slots: int, width: int) -> Bound:
-    """Bound for `slots` sequences at once and `width` bytes per weight and KV element.
+def workload_bound(workload: Workload, config: ModelConfig, ceilings: Ceilings, slots: int, dtype: str) -> Bound:
+    """Bound for `slots` sequences at once, weights and KV in `dtype`.
 
-    The shared prefix is computed once and its KV is still read once per row, as an engine without shared attention does.
+    The shared prefix is computed once; its KV is still read once per row, as without shared attention.
     """
     body, head = _parameters(config)
     prefix = workload.rows[0].shared_prefix if workload.rows else 0
@@ -62,14 +62,14 @@ def workload_bound(workload: Workload, config: ModelConfig, ceilings: Ceilings, 
     steps = _fewest_steps([row.max_tokens for row in workload.rows], slots)
     flops = 2.0 * body * forward + 2.0 * head * workload.output_tokens
     flops += 4.0 * config.num_layers * config.num_heads * config.head_dim * attended
-    num_bytes = float(width) * (body + head) * steps + float(config.kv_bytes_per_token(width)) * kv_read
+    num_bytes = float(DTYPE_BYTES[dtype]) * (body + head) * steps + float(config.kv_bytes_per_token(dtype)) * kv_read
     compute_s, memory_s = flops / ceilings.flops, num_bytes / ceilings.bytes_per_s
     return Bound(sum_s=compute_s + memory_s, overlap_s=max(compute_s, memory_s), steps=steps)
 
 
 def _parameters(config: ModelConfig) -> tuple[int, int]:
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
-    body = config.num_layers * (attention + 3 * config.hidden_size * config.ffn_size)
+    body = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     return body, config.vocab_size * config.hidden_size
 
 

@@ -1,0 +1,71 @@
+"""A comparison as a table for people and as JSON for files."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from nightmill_worker.bench.comparison import Cell
+from nightmill_worker.bench.machine import Machine
+from nightmill_worker.bench.measurement import Measurement
+from nightmill_worker.bench.roofline import Bound, Ceilings
+from nightmill_worker.bench.workload import Workload
+
+
+def comparison_table(cells: Sequence[Cell]) -> Table:
+    """Generated tokens per second of each engine, and how many times the first one is ahead of it."""
+    table = Table(title="generated tokens/s (median over rounds)", title_justify="left")
+    for name, justify in (("workload", "left"), ("engine", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("tokens/s", "range", "seconds", "steps", "mean batch", "% of bound", "first is ahead"):
+        table.add_column(name, justify="right")
+    leaders: dict[str, Cell] = {}
+    for cell in cells:
+        leader = leaders.setdefault(cell.workload, cell)
+        table.add_row(
+            cell.workload,
+            cell.engine,
+            f"{cell.output_tokens_per_s:.1f}",
+            f"{cell.lowest_tokens_per_s:.0f}–{cell.highest_tokens_per_s:.0f}",
+            f"{cell.seconds:.1f}",
+            str(cell.detail.get("steps", "")),
+            str(cell.detail.get("mean_batch", "")),
+            "" if cell.bound_share is None else f"{100 * cell.bound_share:.0f}",
+            "" if cell is leader else f"{leader.output_tokens_per_s / cell.output_tokens_per_s:.2f}×",
+            style="red" if cell.rows_wrong_length else None,
+        )
+    return table
+
+
+def comparison_json(
+    cells: Sequence[Cell],
+    measurements: Sequence[Measurement],
+    workloads: Sequence[Workload],
+    bounds: dict[str, Bound],
+    ceilings: Ceilings,
+    machine: Machine,
+    settings: dict[str, object],
+) -> str:
+    """Everything needed to judge or repeat the comparison, as one JSON object."""
+    return json.dumps(
+        {
+            "machine": asdict(machine),
+            "settings": settings,
+            "ceilings": asdict(ceilings),
+            "workloads": {
+                w.name: {
+                    "sha256": w.sha256,
+                    "is_reference": w.is_reference,
+                    "rows": len(w.rows),
+                    "prompt_tokens": w.prompt_tokens,
+                    "output_tokens": w.output_tokens,
+                    "bound": asdict(bounds[w.name]),
+                }
+                for w in workloads
+            },
+            "results": [asdict(cell) for cell in cells],
+            "runs": [asdict(m) for m in measurements],
+        },
+        indent=1,
+    )
