@@ -1,0 +1,59 @@
+"""Applies what a step drew to the running table, and finds the sequences that it ended."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nightmill_worker.engine.request import FinishReason
+from nightmill_worker.engine.running_table import Rows, RunningTable
+from nightmill_worker.engine.scheduler import Schedule
+from nightmill_worker.engine.step import StepOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A sequence that a step ended."""
+
+    row: int
+    reason: FinishReason
+    stop_match: str | int | None = None
+    error: str | None = None
+
+
+def commit_step(table: RunningTable, schedule: Schedule, plan: StepPlan, output: StepOutput) -> list[Ending]:
+    """Advance `num_computed`, append the drawn tokens, and report endings; rows stay bound."""
+    computed = schedule.rows[: len(schedule.rows) - schedule.num_padding]
+    table.num_computed[computed] += schedule.counts[: len(computed)]
+    rows = schedule.rows[plan.sample.sequence]
+    positions = table.num_tokens[rows]
+    table.tokens[rows, positions] = output.tokens
+    table.num_tokens[rows] += 1
+    for i, logprobs in output.logprobs.items():
+        kept = table.sequence(int(rows[i])).logprobs
+        if kept is not None and i not in output.failed:
+            kept.append(logprobs)
+    return _endings(table, rows, positions, output)
+
+
+def _endings(table: RunningTable, rows: Rows, positions: Rows, output: StepOutput) -> list[Ending]:
+    armed = positions >= table.min_total[rows]
+    stopped = (table.stop_ids[rows] == output.tokens[:, None]).any(axis=1) & armed
+    at_limit = positions + 1 >= table.max_total[rows]
+    concerned = stopped | at_limit | table.has_stop_strings[rows]
+    endings: list[Ending] = []
+    indices = np.flatnonzero(concerned).tolist()
+    for i in sorted({*indices, *output.failed}) if output.failed else indices:
+        row, token = int(rows[i]), int(output.tokens[i])
+        if i in output.failed:
+            table.num_tokens[row] -= 1  # the draw is void
+            endings.append(Ending(row, FinishReason.ERROR, error=output.failed[i]))
+            continue
+        stop = table.sequence(row).stop
+        match = stop.push(token, armed=bool(armed[i])) if stop is not None else None
+        if stopped[i]:
+            endings.append(Ending(row, FinishReason.STOP, token))
+        elif match is not None:
+            endings.append(Ending(row, FinishReason.STOP, match))
+        elif at_limit[i]:
+            endings.append(Ending(row, FinishReason.LENGTH))
+    return endings

@@ -1,0 +1,269 @@
+"""The engine's loop: plan, run, commit, finish. One step at a time, one thread."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from nightmill.errors import EngineError
+from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
+from nightmill_worker.engine.commit import Ending, commit_step
+from nightmill_worker.engine.options import LoopOptions, Policy
+from nightmill_worker.engine.packing import Packer
+from nightmill_worker.engine.page_pool import PagePool
+from nightmill_worker.engine.prefix_index import PrefixIndex
+from nightmill_worker.engine.request import Finished, FinishReason, Request
+from nightmill_worker.engine.residency import Residency
+from nightmill_worker.engine.running_table import RunningTable
+from nightmill_worker.engine.scheduler import Schedule, Scheduler
+from nightmill_worker.engine.sequence import Sequence as EngineSequence
+from nightmill_worker.engine.sequence import SequenceState
+from nightmill_worker.engine.stats import Counters, EngineStats
+from nightmill_worker.engine.step import Runner
+from nightmill_worker.engine.stop import StopStrings
+from nightmill_worker.engine.waiting_queue import WaitingQueue
+
+
+class EngineLoop:
+    """Continuous batching over a Runner.
+
+    Args:
+        runner: Executes steps; the loop closes it.
+        options: Limits and policy.
+        detokenize: Token ids to text, for stop strings. It may be called with any run of generated tokens.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        options: LoopOptions,
+        detokenize: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.options = options
+        self.pool = PagePool(runner.pool)
+        self.index = PrefixIndex(self.pool) if options.enable_prefix_caching else None
+        self.table = RunningTable(options.max_num_seqs, options.max_model_len, self.pool.page_size)
+        self.queue = WaitingQueue()
+        self.counters = Counters()
+        self.residency = Residency(self.table, self.pool, self.index)
+        self.scheduler = Scheduler(options, self.table, self.queue, self.residency, self._gate(), self.counters)
+        self._runner = runner
+        self._packer = Packer(self.table, options.max_num_batched_tokens)
+        self._detokenize = detokenize
+        self._live: dict[int, EngineSequence] = {}
+        self._ended: list[Finished] = []  # between steps: refused or cancelled
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """A call of `step` would do or return something."""
+        return bool(self._live or self._ended)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run gets its Finished, with ERROR, from the next step.
+
+        Raises:
+            EngineError: a request with this id is live.
+        """
+        if request.request_id in self._live:
+            raise EngineError(f"request {request.request_id} is already in the engine; ids of live requests are unique")
+        self._num_added += 1
+        sequence = EngineSequence(request, self._num_added)
+        reason = self._reason_to_refuse(request)
+        if reason is not None:
+            self._ended.append(_finished(sequence, (), FinishReason.ERROR, error=reason))
+            self.counters.errors += 1
+            return
+        if request.sampling.stop and self._detokenize is not None:
+            sequence.stop = StopStrings(request.sampling.stop, self._detokenize)
+        if request.sampling.logprobs is not None:
+            sequence.logprobs = []
+        self._live[request.request_id] = sequence
+        self.queue.push(sequence)
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """End requests; each that is still live gets its Finished, with ABORT, from the next step."""
+        for request_id in request_ids:
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                self._end(sequence, FinishReason.ABORT)
+
+    def cancel_job(self, job_id: str) -> None:
+        """End all requests of a job."""
+        self.cancel([key for key, sequence in self._live.items() if sequence.request.job_id == job_id])
+
+    def step(self) -> list[Finished]:
+        """Run one step and return what ended since the last call."""
+        started = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        if schedule.outgrown is not None:
+            needed, usable = int(self.table.num_tokens[schedule.outgrown.row]), self.pool.num_usable
+            message = f"needs pages for {needed} tokens; the pool has {usable} of {self.pool.page_size} tokens each"
+            self._end(schedule.outgrown, FinishReason.ERROR, error=message)
+            schedule = self.scheduler.schedule()
+        if len(schedule.rows):
+            self._run(schedule, started)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def preempt(self, request_id: int) -> bool:
+        """Take a running sequence off, to be recomputed; False when it does not run. For tests and drills."""
+        sequence = self._live.get(request_id)
+        if sequence is None or sequence.state is not SequenceState.RUNNING or self.options.policy is Policy.STATIC:
+            return False
+        self.scheduler.preempt(sequence)
+        return True
+
+    def stats(self) -> EngineStats:
+        """Totals and the present state."""
+        c = self.counters
+        return EngineStats(
+            steps=c.steps,
+            finished=c.finished,
+            errors=c.errors,
+            aborted=c.aborted,
+            prompt_tokens=c.prompt_tokens,
+            cached_tokens=c.cached_tokens,
+            computed_tokens=c.computed_tokens,
+            recomputed_tokens=c.recomputed_tokens,
+            padding_tokens=c.padding_tokens,
+            generated_tokens=c.generated_tokens,
+            running=len(self._live) - len(self.queue),
+            waiting=len(self.queue),
+            parked=self.queue.num_parked,
+            preemptions=c.preemptions,
+            pages_total=self.pool.num_usable,
+            pages_free=self.pool.num_free,
+            pages_cached=self.pool.num_cached,
+            pages_active=self.pool.num_active,
+            pages_in_flight=self.pool.num_in_flight,
+            evictions=0 if self.index is None else self.index.num_evictions,
+            mean_batch=c.batch_rows / c.steps if c.steps else 0.0,
+            plan_s=c.plan_s,
+            run_s=c.run_s,
+            commit_s=c.commit_s,
+        )
+
+    def close(self) -> None:
+        """Release the runner. Live requests get no Finished."""
+        self._runner.close()
+
+    def _run(self, schedule: Schedule, started: float) -> None:
+        counters = self.counters
+        plan = self._packer.pack(schedule, counters.steps)
+        planned = time.perf_counter()
+        output = self._runner.run(plan)
+        ran = time.perf_counter()
+        endings = commit_step(self.table, schedule, plan, output)
+        num_real = len(schedule.rows) - schedule.num_padding
+        computed = schedule.rows[:num_real]
+        if output.failed:
+            void = [ending.row for ending in endings if ending.error is not None]
+            computed = computed[~np.isin(computed, void)]
+        # Before the endings: a sequence that ends leaves its last full page to the index.
+        self.residency.publish(computed)
+        for ending in endings:
+            self._end_row(ending)
+        counters.steps += 1
+        counters.batch_rows += num_real
+        counters.computed_tokens += plan.num_tokens - schedule.num_padding
+        counters.padding_tokens += schedule.num_padding
+        counters.generated_tokens += len(output.tokens) - len(output.failed)
+        counters.plan_s += planned - started
+        counters.run_s += ran - planned
+        counters.commit_s += time.perf_counter() - ran
+
+    def _end_row(self, ending: Ending) -> None:
+        sequence = self.table.sequence(ending.row)
+        self._end(sequence, ending.reason, stop_match=ending.stop_match, error=ending.error)
+
+    def _end(
+        self,
+        sequence: EngineSequence,
+        reason: FinishReason,
+        *,
+        stop_match: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The one way out, from every state."""
+        if sequence.state is SequenceState.RUNNING:
+            row = sequence.row
+            sequence.generated = self.table.generated(row)
+            if self.options.policy is Policy.STATIC and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.table.pad(row)
+            else:
+                self._vacate(sequence, discard=reason is FinishReason.ERROR)
+        else:
+            self.queue.discard(sequence)
+            self.residency.let_go(sequence)
+        sequence.state = SequenceState.FINISHED
+        del self._live[sequence.request.request_id]
+        self._ended.append(_finished(sequence, sequence.generated, reason, stop_match=stop_match, error=error))
+        self._count(reason)
+        if self.options.policy is Policy.STATIC:
+            self._end_group()
+
+    def _vacate(self, sequence: EngineSequence, *, discard: bool = False) -> None:
+        row = sequence.row
+        self.residency.release(sequence, discard=discard)
+        self.residency.let_go(sequence)
+        self.table.unbind(row)
+
+    def _end_group(self) -> None:
+        """Static policy: when no row of the group is left to compute, all of them leave."""
+        rows = self.table.rows()
+        if self.table.is_padding[rows].all():
+            for row in rows.tolist():
+                self._vacate(self.table.sequence(row))
+
+    def _count(self, reason: FinishReason) -> None:
+        if reason is FinishReason.ERROR:
+            self.counters.errors += 1
+        elif reason is FinishReason.ABORT:
+            self.counters.aborted += 1
+        else:
+            self.counters.finished += 1
+
+    def _gate(self) -> AdmissionGate:
+        if self.options.policy is Policy.STATIC:
+            return ReserveGate(self.pool.num_usable, self.pool.page_size)
+        return WatermarkGate()
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        length, limit = len(request.prompt), self.options.max_model_len
+        if length == 0:
+            return "the prompt has no tokens"
+        if length + request.sampling.max_tokens > limit:
+            return (
+                f"the prompt has {length} tokens and max_tokens is {request.sampling.max_tokens}; "
+                f"together they may be at most {limit} (max_model_len)"
+            )
+        if self.pool.num_pages(length) > self.pool.num_usable:
+            usable, size = self.pool.num_usable, self.pool.page_size
+            return f"the prompt has {length} tokens; the page pool holds {usable * size} ({usable} pages of {size})"
+        if min(request.prompt) < 0 or max(request.prompt) >= self._runner.vocab_size:
+            return f"the prompt has token ids outside the vocabulary of {self._runner.vocab_size}"
+        if request.sampling.stop and self._detokenize is None:
+            return "stop strings need a tokenizer; this engine was started without one"
+        return None
+
+
+def _finished(
+    sequence: EngineSequence,
+    token_ids: tuple[int, ...],
+    reason: FinishReason,
+    *,
+    stop_match: str | int | None = None,
+    error: str | None = None,
+) -> Finished:
+    return Finished(
+        request_id=sequence.request.request_id,
+        token_ids=token_ids,
+        finish_reason=reason,
+        stop_match=stop_match,
+        num_prompt_tokens=len(sequence.request.prompt),
+        num_cached_tokens=sequence.num_cached or 0,
+        num_preemptions=sequence.num_preemptions,
+        logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
+        error=error,
+    )

@@ -1,0 +1,162 @@
+"""The prefix index: which page holds the KV of which prefix. Exact keys, full pages only."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from nightmill_worker.engine.page_pool import PagePool
+from nightmill_worker.engine.step import NULL_PAGE
+
+if TYPE_CHECKING:
+    from nightmill_worker.engine.sequence import Sequence
+
+
+class Node:
+    """One page worth of tokens after one exact prefix; its identity outlives the page's residency.
+
+    Interned: equal prefixes are the same node, so requests that wait can refer to pages that are not there yet.
+    """
+
+    __slots__ = (
+        "depth",
+        "last_used",
+        "num_refs",
+        "num_resident_children",
+        "page",
+        "parent",
+        "tokens",
+        "uid",
+        "waiters",
+        "writer",
+    )
+
+    def __init__(self, uid: int, parent: Node | None, tokens: tuple[int, ...]) -> None:
+        self.uid = uid
+        self.parent = parent
+        self.tokens = tokens
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.page = NULL_PAGE  # NULL_PAGE: not resident
+        self.num_refs = 0  # child nodes + sequences whose chain ends here + 1 when resident
+        self.num_resident_children = 0
+        self.last_used = 0
+        self.writer: Sequence | None = None  # the running sequence that is computing this page
+        self.waiters: list[Sequence] = []  # parked until the writer has published this page, or left
+
+    def __repr__(self) -> str:
+        return f"Node({self.uid}, depth={self.depth}, page={self.page}, refs={self.num_refs})"
+
+
+Entry = tuple[tuple[int, int], int, Node]
+"""Eviction key, order of the offer (breaks ties), node."""
+
+
+class PrefixIndex:
+    """A flat dict from (parent's uid, exact tokens of the page) to node: O(1) per page, no collisions, no splits.
+
+    A sequence that holds a node's page holds its parent's page too (`Residency` keeps that true), so every page
+    that nobody holds can be evicted, leaf before parent.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}
+        self._node_of_page: dict[int, Node] = {}
+        self._next_uid = 1
+        self._clock = 0
+        self._evictable: list[Entry] = []  # heap; entries may be stale
+        self._num_offers = 0
+        self.num_evictions = 0
+        self.root = Node(0, None, ())
+        self.root.num_refs = 1
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def node_of_page(self) -> dict[int, Node]:
+        """Resident pages; for audits."""
+        return self._node_of_page
+
+    def intern(self, parent: Node, tokens: tuple[int, ...]) -> Node:
+        """The node of this page after this prefix. It lives as long as something refers to it: `acquire` it."""
+        key = (parent.uid, tokens)
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(self._next_uid, parent, tokens)
+            self._next_uid += 1
+            parent.num_refs += 1
+        return node
+
+    def acquire(self, node: Node) -> None:
+        """Refer to a node."""
+        node.num_refs += 1
+
+    def release(self, node: Node) -> None:
+        """Stop referring to a node; it and its ancestors are forgotten as soon as nothing refers to them."""
+        current: Node | None = node
+        while current is not None:
+            current.num_refs -= 1
+            if current.num_refs > 0:
+                return
+            if current.parent is not None:
+                del self._nodes[(current.parent.uid, current.tokens)]
+            current = current.parent
+
+    def publish(self, node: Node, page: int) -> None:
+        """Map the node to an active, fully computed page."""
+        node.page = page
+        node.num_refs += 1
+        if node.parent is not None:
+            node.parent.num_resident_children += 1
+        self._node_of_page[page] = node
+        self._pool.publish(page)
+
+    def touch(self, node: Node) -> None:
+        """A holder of the page at the end of its chain has let go: note the time, and whether it can be evicted.
+
+        Ancestors need no stamp of their own: they inherit their children's when those are evicted.
+        """
+        self._clock += 1
+        node.last_used = self._clock
+        self._offer(node)
+
+    def evict(self, count: int) -> None:
+        """Free this many cached pages, those first that are wanted last. The caller knows that there are enough."""
+        while count > 0:
+            entry = heapq.heappop(self._evictable)
+            if self._is_current(entry):
+                self.forget(entry[2])
+                self.num_evictions += 1
+                count -= 1
+
+    def forget(self, node: Node) -> None:
+        """Unmap a node without resident children; its page is free unless a sequence holds it."""
+        page, node.page = node.page, NULL_PAGE
+        del self._node_of_page[page]
+        self._pool.drop(page)
+        parent = node.parent
+        if parent is not None:
+            parent.num_resident_children -= 1
+            parent.last_used = max(parent.last_used, node.last_used)
+            self._offer(parent)
+        self.release(node)
+
+    def _eviction_key(self, node: Node) -> tuple[int, int]:
+        # Evict-by-future puts the number of waiting requests that want the page in front of this.
+        return (node.last_used, -node.depth)
+
+    def _is_evictable(self, node: Node) -> bool:
+        return node.page != NULL_PAGE and node.num_resident_children == 0 and self._pool.refcount[node.page] == 0
+
+    def _is_current(self, entry: Entry) -> bool:
+        return self._is_evictable(entry[2]) and entry[0] == self._eviction_key(entry[2])
+
+    def _offer(self, node: Node) -> None:
+        if not self._is_evictable(node):
+            return
+        if len(self._evictable) > 2 * self._pool.num_usable + 64:
+            self._evictable = [entry for entry in self._evictable if self._is_current(entry)]
+            heapq.heapify(self._evictable)
+        self._num_offers += 1
+        heapq.heappush(self._evictable, (self._eviction_key(node), self._num_offers, node))
