@@ -12,7 +12,12 @@ Record = TypeVar("Record")
 
 def encode(record: object) -> str:
     """Equal records give equal text: `temperature=0` and `temperature=0.0` are one value."""
-    return json.dumps(to_plain(record), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return dumps(to_plain(record))
+
+
+def dumps(plain: object) -> str:
+    """Dicts, lists and scalars as canonical JSON."""
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def decode(cls: type[Record], text: str) -> Record:

@@ -118,6 +118,14 @@ def fail(connection: Connection, job_id: str, error_code: str, error_message: st
     return job(connection, job_id)
 
 
+def abandon(connection: Connection, job_id: str, error_code: str, error_message: str) -> JobInfo:
+    """End a job whose output is no longer its own, without closing its shards: there is no place for their parts."""
+    reason = {"error_code": error_code, "error_message": error_message, "finished_at": now()}
+    if not _move(connection, job_id, JobStatus.CANCELLED, jobs.c.status == JobStatus.CANCELLING, **reason):
+        _move(connection, job_id, JobStatus.FAILED, jobs.c.status.not_in(TERMINAL_JOB), **reason)
+    return job(connection, job_id)
+
+
 def finalizable(connection: Connection, limit: int) -> list[str]:
     """Jobs whose shards are all terminal and that have not ended, oldest first."""
     waiting = jobs.c.status.in_((JobStatus.IN_PROGRESS, JobStatus.CANCELLING, JobStatus.FINALIZING))

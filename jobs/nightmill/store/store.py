@@ -100,6 +100,10 @@ class Store:
         """Stop a job for an error of its own: shards are closed, what is finished is kept, it ends `failed`."""
         return self._write(lambda c: jobs.fail(c, job_id, error_code, error_message))
 
+    def abandon_job(self, job_id: str, error_code: str, error_message: str) -> JobInfo:
+        """End a job at once, its shards left open: its output belongs to another job now."""
+        return self._write(lambda c: jobs.abandon(c, job_id, error_code, error_message))
+
     def finalizable_jobs(self, limit: int = 100) -> list[str]:
         """Jobs whose shards are all terminal and that have not ended."""
         return self._read(lambda c: jobs.finalizable(c, limit))
