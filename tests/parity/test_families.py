@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.paged_driver import PagedDriver
+from tests.parity.tiny_models import LENGTH, TINY, save_tiny
 
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker.bench.comparator import ReferenceStep, compare_greedy
 from nightmill_worker.model.runner import ModelRunner, ModelRunnerConfig
-from tests.parity.paged_driver import PagedDriver
-from tests.parity.tiny_models import LENGTH, TINY, save_tiny
 
 PAGE_SIZE = 8
 LOGIT_TOLERANCE = 2e-5

@@ -21,6 +21,7 @@ def dummy_weights(
         if "norm" in name:
             place.fill_(1.0 - config.norm_weight_offset)
             continue
-        generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        # One 32-bit number of both: the generator ignores a seed's upper half.
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         place.uniform_(-_BOUND, _BOUND, generator=generator)
     return weights
