@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from nightmill.errors import StorageError
 from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, Storage
+
+if TYPE_CHECKING:
+    # Imported where a file is opened: commands that only spell locations start without Arrow.
+    import pyarrow as pa
 
 _TEMPORARY_PREFIX = ".nightmill-"
 _TEMPORARY_SUFFIX = ".tmp"
@@ -46,10 +48,10 @@ def open_storage(uri: str) -> Storage:
 class LocalStorage:
     """Files on a disk that has hard links. A uri is a path or `file://` and a path."""
 
-    def open_input(self, uri: str) -> pa.NativeFile:
+    def open_input(self, uri: str) -> "pa.NativeFile":
         """Open for random access."""
         with _explained(uri, "read"):
-            return pa.OSFile(absolute(uri), "rb")
+            return _random_access(absolute(uri))
 
     def stat(self, uri: str) -> ObjectInfo | None:
         """None when there is no such file (a folder is none)."""
@@ -81,16 +83,17 @@ class LocalStorage:
             Path(absolute(uri)).unlink(missing_ok=True)
 
     def sweep(self, folder: str) -> None:
-        """Remove temporaries and then empty folders below `folder`, never `folder` itself."""
-        root = Path(absolute(folder))
+        """Remove temporaries below `folder`."""
         with _explained(folder, "clean"):
-            for path in list(_walk(root)):
+            for path in list(_walk(Path(absolute(folder)))):
                 if _is_temporary(path.name):
                     path.unlink(missing_ok=True)
-            for parent, _, _ in os.walk(root, topdown=False):
-                if Path(parent) != root:
-                    with contextlib.suppress(OSError):  # not empty: it holds something that stays
-                        Path(parent).rmdir()
+
+    def remove_empty_folders(self, folder: str) -> None:
+        """Deepest first."""
+        for parent, _, _ in os.walk(absolute(folder), topdown=False):
+            with contextlib.suppress(OSError):  # not empty: it holds something that stays
+                Path(parent).rmdir()
 
 
 class LocalStagedObject:
@@ -112,11 +115,11 @@ class LocalStagedObject:
         """The temporary, open for writing."""
         return self._file
 
-    def open_input(self) -> pa.NativeFile:
+    def open_input(self) -> "pa.NativeFile":
         """Read the temporary back."""
         with _explained(self._uri, "read back"):
             self._file.flush()
-            return pa.OSFile(str(self._temporary), "rb")
+            return _random_access(str(self._temporary))
 
     def create(self) -> ObjectInfo:
         """Hard-link the temporary to the final name: the kernel refuses when the name is taken."""
@@ -184,6 +187,12 @@ def _explain(error: OSError, uri: str, action: str) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError(f"cannot {action} {uri}: there is no such file")
     return StorageError(f"cannot {action} {uri}: {error.strerror or error}")
+
+
+def _random_access(path: str) -> "pa.NativeFile":
+    import pyarrow as pa
+
+    return pa.OSFile(path, "rb")
 
 
 def _info(path: Path) -> ObjectInfo:

@@ -6,11 +6,12 @@ writes are those of S3: `create` is `IfNoneMatch: *` (a local hard link), `repla
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from nightmill.errors import StorageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class ObjectExistsError(StorageError):
@@ -45,7 +46,7 @@ class StagedObject(Protocol):
         """Write here, from start to end."""
         ...
 
-    def open_input(self) -> pa.NativeFile:
+    def open_input(self) -> "pa.NativeFile":
         """Read back what was written so far, before it is published."""
         ...
 
@@ -69,7 +70,7 @@ class Storage(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def open_input(self, uri: str) -> pa.NativeFile:
+    def open_input(self, uri: str) -> "pa.NativeFile":
         """Open for random access (ranged reads); the caller closes it. Raises StorageError when it is missing."""
         ...
 
@@ -90,5 +91,9 @@ class Storage(Protocol):
         ...
 
     def sweep(self, folder: str) -> None:
-        """Remove what this program left behind below `folder` when it was killed: unpublished writes, empty folders."""
+        """Remove unpublished writes below `folder`: what this program left when it was killed."""
+        ...
+
+    def remove_empty_folders(self, folder: str) -> None:
+        """Remove `folder` and those below it as far as they are empty; where folders are only names, do nothing."""
         ...
