@@ -1,7 +1,9 @@
 """Greedy choice of a token."""
 
+import torch
 from torch import Tensor
 
+from nightmill_kernels.backend import library_for
 from nightmill_kernels.reference import argmax as reference
 
 
@@ -10,6 +12,11 @@ def argmax(logits: Tensor) -> Tensor:
 
     -1 where the row has no finite largest logit (a NaN anywhere, +inf, or all -inf): that row's forward went wrong.
     """
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits {tuple(logits.shape)} must be [R, V] with V > 0")
-    return reference.argmax(logits)
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
+        raise ValueError(f"logits {tuple(logits.shape)} must be [R, V], V > 0, rows contiguous, not {logits.stride()}")
+    library = library_for(logits)
+    if library is None:
+        return reference.argmax(logits)
+    out = torch.empty(logits.shape[0], dtype=torch.int32)
+    library.argmax(logits, out)
+    return out

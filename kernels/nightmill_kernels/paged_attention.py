@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nightmill_kernels.backend import library_for
+from nightmill_kernels.cpu.library import DTYPES, AttentionCall
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_kernels.reference import paged_attention as reference
 
@@ -30,9 +32,61 @@ def paged_attention(
     _check(q, k_pool, v_pool, meta, window)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    elif out.shape != q.shape or out.dtype != q.dtype:
-        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, q is {q.dtype} {tuple(q.shape)}: they must agree")
+    elif out.shape != q.shape or out.dtype != q.dtype or not _heads_contiguous(out):
+        raise ValueError(
+            f"out {out.dtype} {tuple(out.shape)} must be like q, {q.dtype} {tuple(q.shape)}, heads contiguous"
+        )
+    library = library_for(q, k_pool, v_pool)
+    if library is not None and library.paged_attention(_call(q, k_pool, v_pool, meta, scale, window, softcap, out)):
+        return out
     return reference.paged_attention(q, k_pool, v_pool, meta, scale=scale, window=window, softcap=softcap, out=out)
+
+
+def _call(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> AttentionCall:
+    num_pages, kv_heads, page_size, head_dim = k_pool.shape
+    return AttentionCall(
+        q=q.data_ptr(),
+        k_pool=k_pool.data_ptr(),
+        v_pool=v_pool.data_ptr(),
+        out=out.data_ptr(),
+        query_starts=meta.query_starts.data_ptr(),
+        context_lens=meta.context_lens.data_ptr(),
+        page_tables=meta.page_tables.data_ptr(),
+        q_stride=q.stride(0),
+        out_stride=out.stride(0),
+        pool_stride=k_pool.stride(0),
+        num_tokens=q.shape[0],
+        num_pages=num_pages,
+        num_sequences=meta.num_sequences,
+        table_width=meta.page_tables.shape[1],
+        heads=q.shape[1],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=DTYPES[q.dtype],
+        window=window or 0,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        softcap=softcap or 0.0,
+    )
+
+
+def _heads_contiguous(x: Tensor) -> bool:
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _pages_contiguous(pool: Tensor) -> bool:
+    _, _, page_size, head_dim = pool.shape
+    return pool.stride()[1:] == (page_size * head_dim, head_dim, 1)
 
 
 def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, meta: AttentionMetadata, window: int | None) -> None:
@@ -45,11 +99,19 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, meta: AttentionMetadata, w
         raise ValueError(f"q {tuple(q.shape)} does not fit pools {tuple(k_pool.shape)}: same D, H a multiple of Hk")
     if not (q.dtype == k_pool.dtype == v_pool.dtype):
         raise ValueError(f"q is {q.dtype}, pools are {k_pool.dtype} and {v_pool.dtype}: one dtype is needed")
+    if not (_heads_contiguous(q) and _pages_contiguous(k_pool) and k_pool.stride() == v_pool.stride()):
+        raise ValueError(
+            f"strides of q {q.stride()} and pools {k_pool.stride()}, {v_pool.stride()}: the heads of a token and each "
+            "page must be contiguous, both pools alike"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: a token sees at least itself, pass None for no window")
     sequences = meta.num_sequences
     if meta.query_starts.shape != (sequences + 1,) or meta.page_tables.shape[0] != sequences:
         raise ValueError(
             f"query_starts {tuple(meta.query_starts.shape)} and page_tables {tuple(meta.page_tables.shape)} "
             f"must be [{sequences + 1}] and [{sequences}, P]"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: a token sees at least itself, pass None for no window")
+    for tensor in (meta.query_starts, meta.context_lens, meta.page_tables):
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"attention metadata must be contiguous int32, not {tensor.dtype} {tensor.stride()}")

@@ -1,18 +1,28 @@
 """RMS norm, alone and fused with the residual add."""
 
+import torch
 from torch import Tensor
 
+from nightmill_kernels.backend import library_for
+from nightmill_kernels.cpu.library import DTYPES, NormCall
 from nightmill_kernels.reference import rms_norm as reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0, out: Tensor | None = None) -> Tensor:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the last dimension, computed in fp32, rounded once.
 
-    x [..., F], weight [F]. `out` may be x itself. Gemma keeps weight - 1: weight_offset=1.
+    x [T, F], or [T, H, D] with contiguous heads (a view of a fused projection: q and k norms); weight [F] or [D].
+    `out` may be x itself. Gemma keeps weight - 1: weight_offset=1.
     """
     _check(x, weight)
-    result = reference.rms_norm(x, weight, eps, weight_offset)
-    return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    elif out.shape != x.shape or out.dtype != x.dtype or not _rows_contiguous(out):
+        raise ValueError(f"out {out.dtype} {tuple(out.shape)} must be like x, {x.dtype} {tuple(x.shape)}")
+    library = library_for(x, weight)
+    if library is not None and library.rms_norm(_call(x, None, weight, out, eps, weight_offset)):
+        return out
+    return out.copy_(reference.rms_norm(x, weight, eps, weight_offset))
 
 
 def add_rms_norm(
@@ -20,15 +30,46 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised.
 
-    `residual` is updated in place and returned.
+    `residual` (contiguous) is updated in place and returned.
     """
     _check(x, weight)
-    if x.shape != residual.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must agree")
+    if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
+        raise ValueError(f"residual {residual.dtype} {tuple(residual.shape)} must be contiguous and like x {x.shape}")
+    library = library_for(x, weight)
+    if library is not None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if library.rms_norm(_call(x, residual, weight, out, eps, weight_offset)):
+            return out, residual
     residual += x
     return reference.rms_norm(residual, weight, eps, weight_offset), residual
 
 
+def _call(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float, weight_offset: float
+) -> NormCall:
+    return NormCall(
+        x=x.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        outer=x.shape[0],
+        inner=1 if x.dim() == 2 else x.shape[1],
+        dim=x.shape[-1],
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        dtype=DTYPES[x.dtype],
+        threads=torch.get_num_threads(),
+        eps=eps,
+        weight_offset=weight_offset,
+    )
+
+
+def _rows_contiguous(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
+
+
 def _check(x: Tensor, weight: Tensor) -> None:
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight {tuple(weight.shape)} must be [{x.shape[-1]}], the last dimension of x")
+    if x.dim() not in (2, 3) or weight.shape != x.shape[-1:]:
+        raise ValueError(f"x {tuple(x.shape)} must be [T, F] or [T, H, D], weight {tuple(weight.shape)} its last size")
+    if not (_rows_contiguous(x) and weight.is_contiguous()):
+        raise ValueError(f"rows of x must be contiguous, not strides {x.stride()}, and weight too")

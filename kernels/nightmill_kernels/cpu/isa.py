@@ -1,0 +1,65 @@
+"""Instruction sets the C library is built for, and which of them this machine has."""
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+ISA_VARIABLE = "NIGHTMILL_CPU_ISA"
+"""Environment variable that picks one of ISA_FLAGS' names, or `reference` for plain torch. Unset: the best there is."""
+
+REFERENCE = "reference"
+
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512")
+
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mfma"),
+    "portable": (),
+}
+"""Compiler flags of each, best first. Named features, not -march=native: a cache may be shared by unlike machines."""
+
+_NEEDS: dict[str, frozenset[str]] = {
+    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx512_bf16"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+    "avx2": frozenset({"avx2", "fma"}),
+    "portable": frozenset(),
+}
+
+
+@cache
+def available_isas() -> tuple[str, ...]:
+    """Names this machine can run, best first; `portable` always among them."""
+    features = _cpu_features()
+    return tuple(name for name, needs in _NEEDS.items() if needs <= features)
+
+
+def chosen_isa() -> str:
+    """What the environment asks for, else the best. Raises ValueError for a name that is unknown or cannot run here."""
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if not wanted:
+        return available_isas()[0]
+    check_isa(wanted, ISA_VARIABLE)
+    return wanted
+
+
+def check_isa(name: str, source: str) -> None:
+    """Raise ValueError when `name`, given by `source`, is unknown or cannot run on this machine."""
+    choices = (*available_isas(), REFERENCE)
+    if name not in choices:
+        raise ValueError(f"{source} is {name!r}: this machine can run {', '.join(choices)}; unset it to get the best")
+
+
+def _cpu_features() -> frozenset[str]:
+    """Features the processor has and the kernel lets us use; none where that cannot be told."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

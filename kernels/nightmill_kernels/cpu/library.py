@@ -1,0 +1,160 @@
+"""The C library's functions as typed Python calls. Mirrors nightmill.h."""
+
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+
+import torch
+
+from nightmill_kernels.cpu import loader, openmp
+
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+SILU, GELU_TANH = 0, 1
+
+UNSUPPORTED = 1
+_MESSAGES = {
+    2: "query_starts must ascend within the tokens given",
+    3: "a context length is negative or does not fit the page table",
+    4: "a page table holds a page id outside the pool",
+    5: "a slot lies outside the pool",
+    6: "a position lies outside the cos_sin table",
+}
+
+
+class AttentionCall(Structure):
+    """struct nm_attention."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k_pool", c_void_p),
+        ("v_pool", c_void_p),
+        ("out", c_void_p),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("page_tables", c_void_p),
+        ("q_stride", c_int64),
+        ("out_stride", c_int64),
+        ("pool_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("num_pages", c_int64),
+        ("num_sequences", c_int32),
+        ("table_width", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("page_size", c_int32),
+        ("dtype", c_int32),
+        ("window", c_int32),
+        ("threads", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class NormCall(Structure):
+    """struct nm_norm."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("outer", c_int64),
+        ("inner", c_int64),
+        ("dim", c_int64),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("dtype", c_int32),
+        ("threads", c_int32),
+        ("eps", c_float),
+        ("weight_offset", c_float),
+    )
+
+
+class RopeCall(Structure):
+    """struct nm_rope."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_pool", c_void_p),
+        ("v_pool", c_void_p),
+        ("positions", c_void_p),
+        ("cos_sin", c_void_p),
+        ("slots", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("pool_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("num_pages", c_int64),
+        ("max_len", c_int64),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rot", c_int32),
+        ("page_size", c_int32),
+        ("dtype", c_int32),
+        ("wide_positions", c_int32),
+        ("threads", c_int32),
+    )
+
+
+class Library:
+    """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        self._c = loader.load(isa)
+        self._c.nm_set_parallel.argtypes = [c_void_p]
+        self._c.nm_set_parallel.restype = None
+        for name, arguments in (
+            ("nm_paged_attention", [POINTER(AttentionCall)]),
+            ("nm_rms_norm", [POINTER(NormCall)]),
+            ("nm_rope_store", [POINTER(RopeCall)]),
+            ("nm_gated_mul", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_int]),
+            ("nm_argmax", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int]),
+        ):
+            getattr(self._c, name).argtypes = arguments
+        if self._c.nm_abi() != ABI:
+            raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
+        self._c.nm_set_parallel(openmp.team_function())
+
+    def paged_attention(self, call: AttentionCall) -> bool:
+        """False when the library does not take this shape."""
+        return _done("paged_attention", self._c.nm_paged_attention(byref(call)))
+
+    def rms_norm(self, call: NormCall) -> bool:
+        """False when the library does not take this shape."""
+        return _done("rms_norm", self._c.nm_rms_norm(byref(call)))
+
+    def rope_store(self, call: RopeCall) -> bool:
+        """False when the library does not take this shape."""
+        return _done("rope_store", self._c.nm_rope_store(byref(call)))
+
+    def gated_mul(self, gate_up: torch.Tensor, out: torch.Tensor, gate: int) -> None:
+        """gate_up [T, 2F], rows contiguous; out [T, F] contiguous; gate SILU or GELU_TANH."""
+        rows, width = out.shape
+        stride, dtype = gate_up.stride(0), DTYPES[gate_up.dtype]
+        threads = torch.get_num_threads()
+        _done(
+            "gated_mul",
+            self._c.nm_gated_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, stride, dtype, gate, threads),
+        )
+
+    def argmax(self, logits: torch.Tensor, out: torch.Tensor) -> None:
+        """Logits [R, V], rows contiguous; out int32 [R]."""
+        rows, vocab = logits.shape
+        stride, dtype = logits.stride(0), DTYPES[logits.dtype]
+        threads = torch.get_num_threads()
+        _done("argmax", self._c.nm_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab, stride, dtype, threads))
+
+
+def _done(name: str, status: int) -> bool:
+    if status == 0:
+        return True
+    if status == UNSUPPORTED:
+        return False
+    if status in _MESSAGES:
+        raise ValueError(f"{name}: {_MESSAGES[status]}")
+    raise MemoryError(f"{name}: out of memory")

@@ -1,0 +1,87 @@
+// The library's C interface: plain structs, no torch, no OpenMP headers. The Python side mirrors them in library.py.
+//
+// Numerics, all functions: values are widened to fp32, summed in fp32 and rounded once to the output's type. Each output
+// row is computed by one thread in an order that depends on that row alone, so a result never depends on the other rows
+// of a call, on the number of threads or on how work was split among them. Different instruction sets differ in the
+// last bits.
+#ifndef NIGHTMILL_H
+#define NIGHTMILL_H
+
+#include <stdint.h>
+
+#define NM_ABI 1
+#define NM_EXPORT __attribute__((visibility("default")))
+
+enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
+
+enum nm_status {
+  NM_OK = 0,
+  NM_UNSUPPORTED = 1,     // shape or dtype this library does not take: the caller has a reference for it
+  NM_BAD_STARTS = 2,      // query_starts do not ascend within [0, num_tokens]
+  NM_BAD_CONTEXT = 3,     // a context does not fit its page table
+  NM_BAD_PAGE = 4,        // a page id outside the pool
+  NM_BAD_SLOT = 5,        // a slot outside the pool
+  NM_BAD_POSITION = 6,    // a position outside the cos_sin table
+  NM_NO_MEMORY = 7,
+};
+
+// Runs fn(data) on each of num_threads threads at once and waits: the signature of libgomp's GOMP_parallel.
+typedef void (*nm_parallel_fn)(void (*fn)(void *), void *data, unsigned num_threads, unsigned flags);
+
+NM_EXPORT int nm_abi(void);
+NM_EXPORT void nm_set_parallel(nm_parallel_fn parallel);  // NULL: everything runs on the calling thread
+
+struct nm_attention {
+  const void *q;                // [T, H, D], q_stride elements between tokens
+  const void *k_pool, *v_pool;  // [N, Hk, page_size, D], pool_stride elements between pages
+  void *out;                    // [T, H, D], out_stride elements between tokens
+  const int32_t *query_starts;  // [S + 1]
+  const int32_t *context_lens;  // [S]
+  const int32_t *page_tables;   // [S, table_width]
+  int64_t q_stride, out_stride, pool_stride;
+  int64_t num_tokens, num_pages;
+  int32_t num_sequences, table_width, heads, kv_heads, head_dim, page_size;
+  int32_t dtype;                // of q, pools and out
+  int32_t window;               // 0: none
+  int32_t threads;
+  float scale;
+  float softcap;                // 0: none
+};
+NM_EXPORT int nm_paged_attention(const struct nm_attention *call);
+
+struct nm_norm {
+  const void *x;         // [outer, inner, dim], x_stride elements between outer rows
+  void *residual;        // like x but contiguous, or NULL; x is added to it in place
+  const void *weight;    // [dim]
+  void *out;             // [outer, inner, dim], out_stride elements between outer rows; may be x
+  int64_t outer, inner, dim, x_stride, out_stride;
+  int32_t dtype, threads;
+  float eps, weight_offset;
+};
+NM_EXPORT int nm_rms_norm(const struct nm_norm *call);
+
+struct nm_rope {
+  void *q, *k;           // [T, H, D], [T, Hk, D], rotated in place when cos_sin is given
+  const void *v;         // [T, Hk, D]
+  void *k_pool, *v_pool; // [N, Hk, page_size, D]; written when slots is given
+  const void *positions; // int32 or int64 [T]
+  const float *cos_sin;  // [max_len, rot]: cosines, then sines; NULL: no rotation
+  const int64_t *slots;  // [T], negative: skip; NULL: nothing is stored
+  int64_t q_stride, k_stride, v_stride, pool_stride;
+  int64_t num_tokens, num_pages, max_len;
+  int32_t heads, kv_heads, head_dim, rot, page_size, dtype, wide_positions, threads;
+};
+NM_EXPORT int nm_rope_store(const struct nm_rope *call);
+
+enum nm_gate { NM_SILU = 0, NM_GELU_TANH = 1 };
+NM_EXPORT int nm_gated_mul(const void *gate_up, void *out, int64_t rows, int64_t width, int64_t stride, int dtype,
+                           int gate, int threads);
+
+NM_EXPORT int nm_argmax(const void *logits, int32_t *out, int64_t rows, int64_t vocab, int64_t stride, int dtype,
+                        int threads);
+
+// Internal: parallel.c
+// Calls body(first, last, data) over [0, count) in pieces of at most `grain`, on up to `threads` threads.
+void nm_for(int64_t count, int64_t grain, int threads, void (*body)(int64_t, int64_t, void *), void *data);
+
+#endif

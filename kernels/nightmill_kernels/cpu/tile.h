@@ -1,0 +1,205 @@
+// The inner products of attention: a strip of rows against a block of keys, in registers.
+//
+// Operands are 32-bit units: one fp32, or (PAIR) two neighbouring bf16 that one instruction multiplies and sums. Rows lie
+// unit after unit; the block is packed with the rows' dimension outermost, so that a vector holds one unit of VW columns.
+#ifndef NIGHTMILL_TILE_H
+#define NIGHTMILL_TILE_H
+
+#include "vec.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAVE_PAIR 1
+#else
+#define HAVE_PAIR 0
+#endif
+
+enum {
+  KEYS = 64,          // keys in a block
+  STRIP = 6,          // rows in a strip: with PANEL_VECTORS accumulators each they fill the register file
+  MAX_HEAD_DIM = 256,
+#if VW == 16
+  PANEL_VECTORS = 4,
+#else
+  PANEL_VECTORS = 2,
+#endif
+};
+
+typedef uint32_t unit;
+
+// acc[r][j] += Σ_d a[r][d] · b[d][j] for R rows and N vectors of columns; R, N and pair are constants.
+INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
+                     int depth, const int R, const int N, const int pair) {
+  for (int d = 0; d < depth; d++) {
+    vf column[PANEL_VECTORS];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) memcpy(&column[j], b + d * b_stride + j * VW, sizeof(vf));
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+#if HAVE_PAIR
+      if (pair) {
+        const __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[r * a_stride + d]);
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], x, (__m512bh)column[j]);
+        continue;
+      }
+#endif
+      (void)pair;
+      float x;
+      memcpy(&x, a + r * a_stride + d, 4);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) acc[r][j] += x * column[j];
+    }
+  }
+}
+
+// out[r][0:N·VW] (+)= a · b, `add` telling whether out already holds a sum.
+INLINE void panel(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
+                  int depth, const int R, const int N, const int add, const int pair) {
+  vf acc[STRIP][PANEL_VECTORS];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) acc[r][j] = add ? load(out + r * out_stride, j * VW, 0) : splat(0.0f);
+  multiply(acc, a, a_stride, b, b_stride, depth, R, N, pair);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) store(out + r * out_stride, j * VW, acc[r][j], 0);
+}
+
+// All columns: full panels, then what is left in smaller ones. `columns` is a multiple of 16.
+INLINE void product(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
+                    int depth, int columns, const int R, const int add, const int pair) {
+  int c = 0;
+  for (; c + PANEL_VECTORS * VW <= columns; c += PANEL_VECTORS * VW)
+    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, PANEL_VECTORS, add, pair);
+#if VW == 16
+  if (columns - c >= 2 * VW) {
+    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 2, add, pair);
+    c += 2 * VW;
+  }
+  if (c < columns) panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 1, add, pair);
+#endif
+}
+
+// ---------------------------------------------------------------- packing
+
+// Four rows of four units, transposed into four columns' places.
+INLINE void transpose4(const unit *const row[4], int at, unit *out, int64_t out_stride, const int split) {
+  typedef uint32_t u4 __attribute__((vector_size(16)));
+  typedef int32_t i4 __attribute__((vector_size(16)));
+  u4 a, b, c, d;
+  memcpy(&a, row[0] + at, 16);
+  memcpy(&b, row[1] + at, 16);
+  memcpy(&c, row[2] + at, 16);
+  memcpy(&d, row[3] + at, 16);
+#if defined(__clang__)
+#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shufflevector(x, y, i0, i1, i2, i3)
+#else
+#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shuffle(x, y, (i4){i0, i1, i2, i3})
+#endif
+  const u4 ab_low = SHUFFLE4(a, b, 0, 4, 1, 5), ab_high = SHUFFLE4(a, b, 2, 6, 3, 7);
+  const u4 cd_low = SHUFFLE4(c, d, 0, 4, 1, 5), cd_high = SHUFFLE4(c, d, 2, 6, 3, 7);
+  const u4 turned[4] = {SHUFFLE4(ab_low, cd_low, 0, 1, 4, 5), SHUFFLE4(ab_low, cd_low, 2, 3, 6, 7),
+                        SHUFFLE4(ab_high, cd_high, 0, 1, 4, 5), SHUFFLE4(ab_high, cd_high, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; i++) {
+    if (split) {  // two bf16 become two fp32, each in its own row of the block
+      const u4 even = turned[i] << 16, odd = turned[i] & 0xffff0000u;
+      memcpy(out + (2 * i) * out_stride, &even, 16);
+      memcpy(out + (2 * i + 1) * out_stride, &odd, 16);
+    } else {
+      memcpy(out + i * out_stride, &turned[i], 16);
+    }
+  }
+}
+
+#if defined(__AVX512F__)
+// Sixteen rows of sixteen units (`width` of them real), transposed.
+INLINE void transpose16(const unit *const row[16], int at, int width, unit *out, int64_t out_stride, const int split) {
+  const __mmask16 real = (__mmask16)((1u << width) - 1u);
+  __m512i x[16], y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(real, row[i] + at);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
+    x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
+    x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
+    x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
+  }
+  // x[4g + c] holds column c of each 128-bit lane for rows 4g..4g+3: lanes and row groups trade places.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512i low01 = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x44), high01 = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xee);
+    const __m512i low23 = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x44);
+    const __m512i high23 = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xee);
+    y[c] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+    y[4 + c] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+    y[8 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+    y[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) {
+    if (i >= width) break;
+    if (split) {
+      _mm512_storeu_si512(out + (2 * i) * out_stride, _mm512_slli_epi32(y[i], 16));
+      _mm512_storeu_si512(out + (2 * i + 1) * out_stride, _mm512_and_si512(y[i], _mm512_set1_epi32((int)0xffff0000)));
+    } else {
+      _mm512_storeu_si512(out + i * out_stride, y[i]);
+    }
+  }
+}
+#endif
+
+// K of 16 keys into columns of the block: out[unit of the head][key]. Rows are D bf16 or fp32 each.
+INLINE void pack_k(const void *const rows[16], int head_dim, unit *out, const int bf16, const int pair) {
+  const int units = bf16 ? head_dim / 2 : head_dim;
+  const int split = bf16 && !pair;
+  const unit *const *row = (const unit *const *)rows;
+#if defined(__AVX512F__)
+  for (int u = 0; u < units; u += 16)
+    transpose16(row, u, units - u < 16 ? units - u : 16, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
+#else
+  for (int u = 0; u < units; u += 4)
+    for (int key = 0; key < 16; key += 4)
+      transpose4(row + key, u, out + (split ? 2 : 1) * (int64_t)u * KEYS + key, KEYS, split);
+#endif
+}
+
+// V of 16 keys into rows of the block: out[key or pair of keys][head_dim].
+INLINE void pack_v(const void *const rows[16], int head_dim, unit *out, const int bf16, const int pair) {
+#if HAVE_PAIR
+  if (pair) {
+    static const uint16_t order[64] = {0, 32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                       8, 40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+                                       16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
+    for (int key = 0; key < 16; key += 2) {
+      const uint16_t *first = rows[key], *second = rows[key + 1];
+      unit *to = out + (int64_t)(key / 2) * head_dim;
+      int c = 0;
+      for (; c + 32 <= head_dim; c += 32) {
+        const __m512i x = _mm512_loadu_si512(first + c), y = _mm512_loadu_si512(second + c);
+        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(to + c + 16, _mm512_permutex2var_epi16(x, high, y));
+      }
+      if (c < head_dim) {
+        const __m512i x = _mm512_maskz_loadu_epi16(0xffff, first + c), y = _mm512_maskz_loadu_epi16(0xffff, second + c);
+        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi16(x, low, y));
+      }
+    }
+    return;
+  }
+#endif
+  (void)pair;
+  for (int key = 0; key < 16; key++)
+    for (int c = 0; c < head_dim; c += VW) store(out + (int64_t)key * head_dim, c, load(rows[key], c, bf16), 0);
+}
+
+#endif

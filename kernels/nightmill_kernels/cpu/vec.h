@@ -1,0 +1,154 @@
+// Vectors of the machine's width through the compiler's vector extension: one source for every instruction set.
+#ifndef NIGHTMILL_VEC_H
+#define NIGHTMILL_VEC_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VW 16
+#elif defined(__AVX__)
+#define VW 8
+#else
+#define VW 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+
+INLINE vf splat(float x) { return (vf){0} + x; }
+
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+// a > b ? a : b, so the second one when either is NaN: what x86 does in one instruction.
+INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vf)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
+
+INLINE vf vmin(vf a, vf b) { return -vmax(-a, -b); }
+
+INLINE vi lane_index(void) {
+  vi index;
+  for (int i = 0; i < VW; i++) index[i] = i;
+  return index;
+}
+
+INLINE float widen(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+INLINE vf widen_v(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
+// To the nearest bf16, ties to even; NaN stays NaN.
+INLINE vh narrow_v(vf x) {
+  vu bits = (vu)x;
+  vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  vu quiet = (bits >> 16) | 0x40u;
+  vu nan = (vu)(x != x);
+  return __builtin_convertvector((rounded & ~nan) | (quiet & nan), vh);
+}
+
+// `bf16` is a constant at every call, so the branch folds away.
+INLINE vf load(const void *base, int64_t index, int bf16) {
+  if (bf16) {
+    vh x;
+    memcpy(&x, (const uint16_t *)base + index, sizeof x);
+    return widen_v(x);
+  }
+  vf x;
+  memcpy(&x, (const float *)base + index, sizeof x);
+  return x;
+}
+
+INLINE void store(void *base, int64_t index, vf x, int bf16) {
+  if (bf16) {
+    vh y = narrow_v(x);
+    memcpy((uint16_t *)base + index, &y, sizeof y);
+  } else {
+    memcpy((float *)base + index, &x, sizeof x);
+  }
+}
+
+// The first n < VW elements; the rest are `fill`.
+INLINE vf load_tail(const void *base, int64_t index, int n, float fill, int bf16) {
+  float x[VW];
+  for (int i = 0; i < VW; i++) {
+    x[i] = i >= n ? fill : bf16 ? widen(((const uint16_t *)base)[index + i]) : ((const float *)base)[index + i];
+  }
+  vf out;
+  memcpy(&out, x, sizeof out);
+  return out;
+}
+
+INLINE void store_tail(void *base, int64_t index, vf x, int n, int bf16) {
+  if (bf16) {
+    vh y = narrow_v(x);
+    memcpy((uint16_t *)base + index, &y, (size_t)n * 2);
+  } else {
+    memcpy((float *)base + index, &x, (size_t)n * 4);
+  }
+}
+
+// Pairwise in a fixed order.
+INLINE float hsum(vf x) {
+  float lane[VW];
+  memcpy(lane, &x, sizeof lane);
+  for (int width = VW / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+INLINE float hmax(vf x) {
+  float lane[VW];
+  memcpy(lane, &x, sizeof lane);
+  for (int width = VW / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+  return lane[0];
+}
+
+// 2^x to 2 ulp; 0 below -126 (a masked -inf among them), at most 2^127, NaN for NaN.
+INLINE vf exp2_v(vf x) {
+  const vf low = splat(-126.0f);
+  const vi tiny = x < low;
+  x = vmin(splat(127.0f), vmax(low, x));
+  const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
+  const vf shifted = x + magic;
+  const vf f = x - (shifted - magic);
+  vf p = splat(1.5403530e-4f);
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  // The integer sits in the low bits of `shifted`: make it an exponent. The product keeps a NaN, bit arithmetic may not.
+  const vf power = (vf)(((vu)shifted << 23) + (127u << 23));
+  return (vf)((vi)(p * power) & ~tiny);
+}
+
+#define LOG2E 1.44269504088896341f
+
+// tanh(x) = 1 - 2 / (e^2x + 1), absolute error near 1e-7.
+INLINE vf tanh_v(vf x) { return 1.0f - 2.0f / (exp2_v(x * (2.0f * LOG2E)) + 1.0f); }
+
+#endif
