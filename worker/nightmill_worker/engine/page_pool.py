@@ -1,5 +1,7 @@
 """The pool of KV pages: who holds each, and which are free. It obeys; it decides nothing."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,7 @@ class PagePool:
         self.published = np.zeros(shape.num_pages, np.bool_)  # the prefix index maps a node to it
         self.num_cached = 0
         self.num_in_flight = 0
+        self.on_free: Callable[[Pages], None] | None = None  # drills poison what nobody may read any more
         # A stack: the page freed last is the warmest. Page 1 is on top at the start.
         self._free = np.arange(shape.num_pages - 1, NULL_PAGE, -1, dtype=np.int32)
         self._num_free = self.num_usable
@@ -99,3 +102,5 @@ class PagePool:
     def _give(self, pages: Pages) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
+        if self.on_free is not None:
+            self.on_free(pages)
