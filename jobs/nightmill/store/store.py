@@ -52,8 +52,8 @@ class Store:
         model_digest: str | None = None,
     ) -> JobInfo:
         """Insert a job as `queued`; a job with this id or idempotency key is returned instead: compare ids."""
-        if not shards:
-            raise ValueError("a job has at least one shard")
+        if not sources or not shards:
+            raise ValueError("a job has at least one source and one shard")
 
         def create() -> JobInfo:
             return self._write(lambda c: jobs.create(c, job_id, spec, digest, options, sources, shards, model_digest))

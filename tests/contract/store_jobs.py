@@ -1,0 +1,59 @@
+"""Jobs for the tests of the store."""
+
+from dataclasses import replace
+from typing import Any
+
+from nightmill.job_id import new_job_id
+from nightmill.records import (
+    JobInfo,
+    JobOptions,
+    JobSpec,
+    ModelSpec,
+    RowCounts,
+    ShardLease,
+    ShardRange,
+    ShardResult,
+    SourceFile,
+    TokenCounts,
+)
+from nightmill.spec import spec_digest
+from nightmill.store import Store
+
+SHARD_ROWS = 10
+
+
+def make_spec(**changes: Any) -> JobSpec:
+    spec = JobSpec(inputs=("/in/a.parquet",), output="/out", model=ModelSpec(model="demo"))
+    return replace(spec, **changes)
+
+
+def make_ranges(num_shards: int) -> list[ShardRange]:
+    return [
+        ShardRange(index=i, source_file="/in/a.parquet", row_start=i * SHARD_ROWS, row_end=(i + 1) * SHARD_ROWS)
+        for i in range(num_shards)
+    ]
+
+
+def make_job(
+    store: Store, num_shards: int = 3, *, output: str = "/out", job_id: str | None = None, **options: Any
+) -> JobInfo:
+    spec = make_spec(output=output)
+    source = SourceFile(uri="/in/a.parquet", num_rows=num_shards * SHARD_ROWS, size_bytes=1000, etag="7-1000")
+    return store.create_job(
+        job_id or new_job_id(), spec, spec_digest(spec), JobOptions(**options), [source], make_ranges(num_shards)
+    )
+
+
+def make_result(
+    lease: ShardLease, *, failed: int = 0, cancelled: int = 0, etag: str = "etag", **changes: Any
+) -> ShardResult:
+    total = lease.range.num_rows
+    result = ShardResult(
+        rows=RowCounts(total=total, completed=total - failed - cancelled, failed=failed, cancelled=cancelled),
+        tokens=TokenCounts(prompt=100, completion=20, cached=50),
+        error_codes={"null_prompt": failed} if failed else {},
+        part_uri=f"/out/part-{lease.range.index:05}.parquet",
+        part_bytes=1234,
+        part_etag=etag,
+    )
+    return replace(result, **changes)
