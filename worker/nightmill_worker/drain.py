@@ -38,7 +38,7 @@ class Drain:
         self._event = threading.Event()
 
     @property
-    def signal(self) -> int | None:
+    def number(self) -> int | None:
         """The first signal; None: nobody has asked."""
         return self._signal
 

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +17,18 @@ from typing import IO
 from nightmill.errors import EngineError, NightmillError
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.request import Finished
-from nightmill_worker.wire import Cancel, Command, EngineInfo, EngineSetup, Failed, Ready, Report, Results, Submit
+from nightmill_worker.wire import (
+    Cancel,
+    Command,
+    EngineInfo,
+    EngineSetup,
+    Failed,
+    KnowsItsContext,
+    Ready,
+    Report,
+    Results,
+    Submit,
+)
 
 REPORT_EVERY_S = 0.01  # finished sequences wait this long for company
 STATS_EVERY_S = 0.25  # counters are sent at least this often while there is work
@@ -33,9 +45,16 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
     try:
         started = time.monotonic()
         runner = setup.runner_config.build()
-        loop = EngineLoop(runner, setup.loop_options, _detokenizer(setup.tokenizer_dir))
+        options = setup.loop_options
+        if isinstance(runner, KnowsItsContext):
+            options = replace(options, max_model_len=min(options.max_model_len, runner.max_model_len))
+        loop = EngineLoop(runner, options, _detokenizer(setup.tokenizer_dir))
         info = EngineInfo(
-            pool=runner.pool, vocab_size=runner.vocab_size, pid=os.getpid(), start_s=time.monotonic() - started
+            pool=runner.pool,
+            vocab_size=runner.vocab_size,
+            max_model_len=options.max_model_len,
+            pid=os.getpid(),
+            start_s=time.monotonic() - started,
         )
         outbox.send(Ready(info))
         starting = False

@@ -21,8 +21,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nightmill.errors import EngineError, ModelError, NightmillError
-from nightmill_worker.engine.loop import EngineStats, LoopOptions
+from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.engine_process import engine_main
 from nightmill_worker.wire import (
     Cancel,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nightmill.errors import EngineError, NightmillError, RowErrorCode
-from nightmill_worker.engine.loop import EngineStats
 from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.feed.lookahead import Lookahead
 from nightmill_worker.isolation import Isolation
 from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
@@ -69,7 +69,8 @@ class Box:
     outcomes: list[Outcome] = field(default_factory=list)
     in_engine: int = 0
     max_in_engine: int | None = None
-    reruns: int = 0
+    reruns: int = 0  # requests that were inside an engine when it died
+    last_admitted: int = -1  # id of the request that entered the engine last
 
 
 class Mailbox:
@@ -88,6 +89,11 @@ class Mailbox:
     def in_engine(self) -> int:
         """How many of its requests are in the engine now."""
         return self._supervisor.box(self._key).in_engine
+
+    @property
+    def last_admitted(self) -> int:
+        """Id of its request that entered the engine last; -1 before the first."""
+        return self._supervisor.box(self._key).last_admitted
 
     @property
     def reruns(self) -> int:
@@ -222,20 +228,22 @@ class EngineSupervisor:
     # -- the supervisor's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._cancel_withdrawn()
-                self._admit()
-                self._deliver(self._service.poll(POLL_S))
-            except EngineDiedError as death:
-                self._deliver(self._service.leftovers())
-                self._bury(death)
-            except NightmillError as error:
-                self._give_up(error)
-            except Exception as error:  # noqa: BLE001 - the shards must hear of it, or they wait for ever
-                self._give_up(EngineError(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
-            if self._error is not None:
-                return
+        try:
+            while not self._stopping and self._error is None:
+                self._turn()
+        except NightmillError as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - the shards must hear of it, or they wait for ever
+            self._give_up(EngineError(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
+
+    def _turn(self) -> None:
+        try:
+            self._cancel_withdrawn()
+            self._admit()
+            self._deliver(self._service.poll(POLL_S))
+        except EngineDiedError as death:
+            self._deliver(self._service.leftovers())
+            self._bury(death)
 
     def _cancel_withdrawn(self) -> None:
         with self._changed:
@@ -256,11 +264,12 @@ class EngineSupervisor:
     def _choose(self) -> list[tuple[int, Request]]:
         if self._isolation.active:
             chosen = [self._suspects[i] for i in self._isolation.window if i not in self._in_engine]
-        else:
-            chosen = self._lookahead.take(self._limits.max_in_engine - len(self._in_engine), self._takes_turn)
-        for key, _ in chosen:
-            if self._isolation.active and key in self._boxes:
+            for key, _ in chosen:
                 self._boxes[key].in_engine += 1
+            return chosen
+        chosen = self._lookahead.take(self._limits.max_in_engine - len(self._in_engine), self._takes_turn)
+        for key, request in chosen:
+            self._boxes[key].last_admitted = request.request_id
         return chosen
 
     def _takes_turn(self, key: int) -> bool:

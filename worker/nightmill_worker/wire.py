@@ -5,10 +5,11 @@ The engine reads its inbox between steps and never waits for it while there is w
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from nightmill_worker.engine.loop import EngineStats, LoopOptions
+from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.engine.step import PoolShape, Runner
 
 
@@ -18,6 +19,13 @@ class RunnerConfig(Protocol):
     def build(self) -> Runner:
         """Load weights, allocate the pool."""
         ...
+
+
+@runtime_checkable
+class KnowsItsContext(Protocol):
+    """A runner with a limit of its own; the engine's `max_model_len` never exceeds it."""
+
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,7 @@ class EngineInfo:
 
     pool: PoolShape
     vocab_size: int
+    max_model_len: int  # tokens a sequence may have
     pid: int
     start_s: float  # from the process's first line to ready
 

@@ -70,17 +70,15 @@ def examine() -> Iterator[Finding]:
     except NightmillError as error:
         yield Finding("settings", Level.FAIL, error.message, error.hint or "correct or unset it")
         return
-    for check in (_cpu, _memory, _compiler, _kernels, _packages, _gpu):
-        yield from _guarded(check)
-    for with_settings in (_disk, _store, _model_cache):
-        yield from _guarded(lambda check=with_settings: check(settings))
+    for check in (_cpu, _memory, _compiler, _kernels, _packages, _gpu, _disk, _store, _model_cache):
+        yield from _guarded(check, settings)
 
 
-def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _guarded(check: Callable[[Settings], Iterator[Finding]], settings: Settings) -> Iterator[Finding]:
     try:
-        yield from check()
+        yield from check(settings)
     except OSError as error:
-        yield Finding(getattr(check, "__name__", "check").strip("_"), Level.WARN, f"could not be checked: {error}")
+        yield Finding(check.__name__.strip("_"), Level.WARN, f"could not be checked: {error}")
 
 
 def _python() -> Finding:
@@ -88,7 +86,7 @@ def _python() -> Finding:
     return Finding("python", level, f"{platform.python_version()} ({sys.executable})", "use Python 3.11 or newer")
 
 
-def _cpu() -> Iterator[Finding]:
+def _cpu(settings: Settings) -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     flags = _cpu_flags()
     isa = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
@@ -105,7 +103,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def _memory() -> Iterator[Finding]:
+def _memory(settings: Settings) -> Iterator[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_limit()
     usable = min(total, limit) if limit else total
@@ -121,7 +119,7 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler(settings: Settings) -> Iterator[Finding]:
     compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     if compiler and shutil.which(compiler.split()[0]):
         yield Finding("compiler", Level.OK, str(shutil.which(compiler.split()[0])))
@@ -132,7 +130,7 @@ def _compiler() -> Iterator[Finding]:
         )
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels(settings: Settings) -> Iterator[Finding]:
     spec = find_spec("nightmill_kernels")
     if spec is None:
         yield Finding("kernels", Level.WARN, "not installed", "pip install 'nightmill[worker]'")
@@ -140,7 +138,7 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("kernels", Level.OK, str(Path(spec.origin or "").parent))
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(settings: Settings) -> Iterator[Finding]:
     for name in _PACKAGES:
         try:
             yield Finding(name, Level.OK, version(name))
@@ -151,7 +149,7 @@ def _packages() -> Iterator[Finding]:
                 yield Finding(name, Level.FAIL, "not installed", "pip install 'nightmill[worker]'")
 
 
-def _gpu() -> Iterator[Finding]:
+def _gpu(settings: Settings) -> Iterator[Finding]:
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     yield Finding("gpu", Level.OK, ", ".join(d.name for d in devices) or "none: the engine runs on the CPU")
 

@@ -16,7 +16,7 @@ from nightmill.states import ShardState
 from nightmill.storage import Storage
 
 MANIFEST_VERSION = 1
-_CHECKPOINT = re.compile(r"shard-\d+/ckpt-\d+-\d+\.parquet")
+_WRITTEN_BY_ATTEMPTS = re.compile(r"shard-\d+/(ckpt-\d+-\d+\.parquet|inflight\.json)")
 
 
 def finalize_output(
@@ -88,7 +88,7 @@ def _part(shard: CommittedShard, spec: JobSpec) -> dict[str, Any]:
 def remove_checkpoints(storage: Storage, folder: OutputFolder) -> None:
     """Remove the files that this job's attempts have written while it ran, and nothing else."""
     for info in storage.list(folder.work):
-        if _CHECKPOINT.fullmatch(info.uri.removeprefix(folder.work + "/")):
+        if _WRITTEN_BY_ATTEMPTS.fullmatch(info.uri.removeprefix(folder.work + "/")):
             storage.delete(info.uri)
     storage.remove_empty_folders(folder.work)
     storage.sweep(folder.root)

@@ -65,6 +65,7 @@ class ModelRunner:
     def __init__(self, config: ModelConfig, weights: ModelWeights, shape: PoolShape, *, max_model_len: int) -> None:
         self._config = config
         self._shape = shape
+        self.max_model_len = max_model_len  # tokens a sequence may have: what the rotary tables were made for
         pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
         self._decoder: Decoder | None = Decoder(config, weights, pool, max_model_len=max_model_len)
 

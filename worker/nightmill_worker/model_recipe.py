@@ -1,0 +1,26 @@
+"""The model's runner as a recipe that the feeder can hold without importing torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.engine.step import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecipe:
+    """A RunnerConfig: it is built in the engine process, where torch is."""
+
+    directory: Path  # config.json, and safetensors unless load_format is dummy
+    spec: ModelSpec
+    options: EngineOptions
+
+    def build(self) -> Runner:
+        """Load the weights and allocate the pool.
+
+        Raises:
+            ModelError: The model is not supported, not readable, or does not fit.
+        """
+        from nightmill_worker.model.runner import ModelRunnerConfig
+
+        return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=self.options).build()

@@ -1,0 +1,242 @@
+"""The main path: one attempt at one shard, from its lease to its commit.
+
+lease → rows without a durable answer → requests → engine → completions → checkpoints → part → commit
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+
+import pyarrow as pa
+
+from nightmill.failpoint import failpoint
+from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
+from nightmill.output.folder import OutputFolder
+from nightmill.output.part import find_part, write_part
+from nightmill.reader import read_shard
+from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, TokenCounts
+from nightmill.rows import InputRow, parse_rows
+from nightmill.storage import Storage
+from nightmill.store import Store
+from nightmill_worker.drain import Drain
+from nightmill_worker.feed.completions import completion_of, error_completion
+from nightmill_worker.feed.requests import RequestMaker, RowRequest
+from nightmill_worker.feed.tokenizer import Tokenizer
+from nightmill_worker.inflight import InflightMark
+from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quarantined
+
+log = logging.getLogger(__name__)
+
+FEED_ROWS = 64  # tokenised at once
+CHECKPOINT_S = 5.0  # a finished row is durable after this long at the latest
+TURN_S = 0.2  # how late a stop is noticed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What all shards of a job share in this process."""
+
+    job: JobInfo
+    store: Store
+    storage: Storage  # of the output
+    folder: OutputFolder
+    source_schema: pa.Schema
+    model_name: str
+    tokenizer: Tokenizer
+    maker: RequestMaker
+
+
+class ShardEnd(StrEnum):
+    """How an attempt ended."""
+
+    COMMITTED = "committed"
+    """The part stands and the store knows."""
+    RELEASED = "released"
+    """Stopped early; what is finished is durable, the lease was given back."""
+    LOST = "lost"
+    """Another attempt holds the shard; nothing more was written."""
+
+
+class ShardRun:
+    """One attempt. `run` is called once, on a thread of its own; the rest may be read from other threads."""
+
+    def __init__(self, lease: ShardLease, context: JobContext, supervisor: EngineSupervisor, drain: Drain) -> None:
+        self.lease = lease
+        self.progress = ShardProgress(attempt=lease.attempt)
+        self.is_reading = True  # more rows will be offered
+        self.rows_resumed = 0
+        self.rows_recomputed = 0
+        self._context = context
+        self._supervisor = supervisor
+        self._drain = drain
+        self._lost = False
+        self._job_stopped = False
+        self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
+        self._counts: Counter[str] = Counter()
+        self._writer = CheckpointWriter(context.storage, context.folder.work, lease.range.index, lease.attempt)
+        self._mark = InflightMark(context.storage, context.folder, lease.range.index)
+        self._flushed_at = time.monotonic()
+
+    def lose(self) -> None:
+        """The lease is gone: stop and write nothing."""
+        self._lost = True
+
+    def stop_job(self) -> None:
+        """The job is cancelled, failing or over: stop, keep what is finished."""
+        self._job_stopped = True
+
+    def run(self) -> ShardEnd:
+        """Answer every row, write the part, commit; or stop early.
+
+        Raises:
+            NightmillError: Reading or writing failed, the engine is gone, or the lease was lost at the commit. The
+                lease has been given back, and what was durable stays.
+        """
+        try:
+            end = self._run()
+        except BaseException:
+            self._release()
+            raise
+        if end is ShardEnd.RELEASED:
+            self._release()
+        return end
+
+    def _run(self) -> ShardEnd:
+        context, shard = self._context, self.lease.range
+        # An earlier attempt may have died between its part and its commit.
+        part = find_part(context.storage, context.folder, shard, context.job.spec_digest)
+        if part is None:
+            checkpoints = CheckpointReader(context.storage, context.folder.work, shard.index)
+            if not self._answer(self._resume(checkpoints)):
+                return ShardEnd.LOST if self._lost else ShardEnd.RELEASED
+            checkpoints.include(self._writer.files)
+            part = write_part(
+                context.storage,
+                context.folder,
+                shard,
+                checkpoints.read(),
+                spec=context.job.spec,
+                spec_digest=context.job.spec_digest,
+                source_schema=context.source_schema,
+                model=context.model_name,
+            )
+        result = part.result(rows_resumed=self.rows_resumed, rows_recomputed=self.rows_recomputed)
+        context.store.commit_shard(self.lease, result)
+        failpoint("after_commit")
+        return ShardEnd.COMMITTED
+
+    def _resume(self, checkpoints: CheckpointReader) -> set[int]:
+        """Count what is durable; return its row indices."""
+        durable = checkpoints.read()
+        for completion in durable.values():
+            self._count(completion)
+        self.rows_resumed = len(durable)
+        self._counts["durable"] = len(durable)
+        self._mark.read()
+        return set(durable)
+
+    def _answer(self, durable: set[int]) -> bool:
+        """Give every missing row its completion; False when stopped before that."""
+        batches = self._requests(durable)
+        missing = self.lease.range.num_rows - len(durable)
+        # When this shard's earlier attempts died with their whole process, ever fewer rows run at once.
+        window = max(1, missing >> self.lease.num_failures) if self.lease.num_failures else None
+        with self._supervisor.open(max_in_engine=window) as mailbox:
+            while True:
+                self._feed(mailbox, batches)
+                for outcome in mailbox.collect(TURN_S, or_room=self.is_reading):
+                    self._take(outcome)
+                self._tell(mailbox)
+                if self._must_stop(mailbox):
+                    if not self._lost:
+                        self._flush()
+                    return False
+                if not self.is_reading and not self._pending:
+                    self.rows_recomputed += mailbox.reruns
+                    self._flush()
+                    return True
+                if self._writer.pending and time.monotonic() - self._flushed_at > CHECKPOINT_S:
+                    self._flush()
+
+    def _requests(self, durable: set[int]) -> Iterator[list[RowRequest | Completion]]:
+        spec = self._context.job.spec
+        for batch in read_shard(self.lease.range, spec):
+            rows = (row for row in parse_rows(batch, spec) if row.row_index not in durable)
+            while piece := list(islice(rows, FEED_ROWS)):
+                made = iter(self._context.maker.make([row for row in piece if isinstance(row, InputRow)]))
+                yield [next(made) if isinstance(row, InputRow) else row for row in piece]
+
+    def _feed(self, mailbox: Mailbox, batches: Iterator[list[RowRequest | Completion]]) -> None:
+        if not self.is_reading or self._drain.requested or not mailbox.has_room:
+            return
+        batch = next(batches, None)
+        if batch is None:
+            self.is_reading = False
+            return
+        requests = []
+        for made in batch:
+            if isinstance(made, Completion):
+                self._keep(made)
+                continue
+            self._pending[made.request.request_id] = made
+            self.rows_recomputed += self._mark.covers(made.row.row_index)
+            requests.append(made.request)
+        mailbox.offer(requests)
+
+    def _take(self, outcome: Outcome) -> None:
+        made = self._pending.pop(outcome.request_id)
+        self._mark.reach(made.row.row_index)
+        attempt = self.lease.attempt
+        if isinstance(outcome, Quarantined):
+            self._keep(error_completion(made, outcome.code, outcome.message, attempt=attempt))
+        else:
+            self._keep(completion_of(made, outcome, self._context.tokenizer, attempt=attempt))
+
+    def _keep(self, completion: Completion) -> None:
+        self._count(completion)
+        if self._writer.add(completion):
+            self._flushed()
+
+    def _count(self, completion: Completion) -> None:
+        if completion.error_code is not None:
+            self._counts["failed"] += 1
+            return
+        self._counts["completed"] += 1
+        self._counts["prompt"] += completion.prompt_tokens or 0
+        self._counts["completion"] += completion.completion_tokens or 0
+        self._counts["cached"] += completion.cached_tokens or 0
+
+    def _flush(self) -> None:
+        self._writer.flush()
+        self._flushed()
+
+    def _flushed(self) -> None:
+        self._flushed_at = time.monotonic()
+
+    def _must_stop(self, mailbox: Mailbox) -> bool:
+        if self._lost or self._job_stopped:
+            return True
+        return self._drain.requested and (mailbox.in_engine == 0 or self._drain.at_once)
+
+    def _tell(self, mailbox: Mailbox) -> None:
+        entered = self._pending.get(mailbox.last_admitted)
+        if entered is not None:
+            self._mark.reach(entered.row.row_index)
+        counts = self._counts
+        self.progress = ShardProgress(
+            attempt=self.lease.attempt,
+            rows_completed=counts["completed"],
+            rows_failed=counts["failed"],
+            rows_running=mailbox.in_engine,
+            rows_durable=counts["completed"] + counts["failed"] - self._writer.pending,
+            tokens=TokenCounts(prompt=counts["prompt"], completion=counts["completion"], cached=counts["cached"]),
+        )
+
+    def _release(self) -> None:
+        if not self._lost:
+            progressed = bool(self._writer.files)
+            self._context.store.release(self.lease, failed=False, progressed=progressed)
