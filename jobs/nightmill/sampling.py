@@ -85,7 +85,7 @@ def merge_sampling(base: SamplingParams, override: Mapping[str, Any] | str | Non
     if isinstance(override, str):
         try:
             override = json.loads(override)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _invalid(f"sampling_params is not valid JSON: {error}") from error
     if not isinstance(override, Mapping):
         raise _invalid(f"sampling_params must be an object, not {type(override).__name__}")

@@ -16,10 +16,10 @@ def clean_messages(value: object) -> list[dict[str, Any]]:
     Raises:
         RowError: `null_prompt`, `empty_prompt` or `invalid_messages`, naming the message at fault.
     """
-    if value is None:
-        raise RowError(RowErrorCode.NULL_PROMPT, "messages is null")
     if isinstance(value, str):
         value = _parse(value)
+    if value is None:
+        raise RowError(RowErrorCode.NULL_PROMPT, "messages is null")
     if not isinstance(value, list):
         raise _invalid(f"messages must be a list, not {_kind(value)}")
     messages = [_message(position, item) for position, item in enumerate(value)]

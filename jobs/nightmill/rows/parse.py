@@ -18,6 +18,9 @@ from nightmill.sampling import SamplingParams, merge_sampling
 from nightmill.seeds import explicit_seed, request_seed
 from nightmill.sharding import source_name
 
+MAX_MESSAGE_CHARS = 1000
+"""An error may quote what the row holds, and that may be long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRow:
@@ -49,7 +52,7 @@ def parse_rows(batch: RowBatch, spec: JobSpec) -> Iterator[InputRow | Completion
                 row_index=row_index,
                 custom_id=ids[position],
                 error_code=error.code.value,
-                error_message=sanitized(error.message),
+                error_message=sanitized(error.message[:MAX_MESSAGE_CHARS]),
             )
             continue
         own = request.sampling.seed
