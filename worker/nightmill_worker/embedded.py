@@ -187,6 +187,10 @@ class EmbeddedRun:
 
     def _context(self, job: JobInfo, supervisor: EngineSupervisor) -> JobContext:
         spec = job.spec
+        tokenizer = self._model.tokenizer
+        if "strftime_now" in tokenizer.template_source:
+            # A prompt with today's date in it must be the same when the job is resumed on another day.
+            tokenizer = Tokenizer.load(self._model.directory, now=job.created_at)
         return JobContext(
             job=job,
             store=self._store,
@@ -194,9 +198,9 @@ class EmbeddedRun:
             folder=OutputFolder(spec.output, job.job_id),
             source_schema=job_source_schema(self._store.sources(job.job_id), spec),
             model_name=self._model.name,
-            tokenizer=self._model.tokenizer,
+            tokenizer=tokenizer,
             maker=RequestMaker(
-                self._model.tokenizer,
+                tokenizer,
                 spec,
                 job_id=job.job_id,
                 tier=job.options.tier,

@@ -1,0 +1,34 @@
+"""The table at the end of a run."""
+
+from rich.table import Table
+
+from nightmill.records import JobInfo
+from nightmill_worker.report import RunSummary
+
+
+def summary_table(job: JobInfo, summary: RunSummary) -> Table:
+    """What was done, how fast, and where the output is."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _lines(job, summary):
+        table.add_row(name, value)
+    return table
+
+
+def _lines(job: JobInfo, s: RunSummary) -> list[tuple[str, str]]:
+    lines = [("job", f"{s.job} {job.status.value}"), ("rows", f"{s.rows_ok:,} ok, {s.rows_failed:,} failed")]
+    lines += [(f"  {code}", f"{count:,}") for code, count in sorted(s.error_codes.items())]
+    if s.rows_resumed or s.rows_recomputed:
+        lines.append(("resumed", f"{s.rows_resumed:,} rows were finished before; {s.rows_recomputed:,} computed again"))
+    if s.engine_deaths:
+        lines.append(("engine", f"died {s.engine_deaths} times and was started again"))
+    lines.append(
+        ("tokens", f"{s.prompt_tokens:,} prompt ({s.cached_tokens:,} cached), {s.completion_tokens:,} completion")
+    )
+    if s.steps:
+        lines.append(("steps", f"{s.steps:,}, mean batch {s.mean_batch:.1f}"))
+        lines.append(("speed", f"{s.generated_per_s:,.0f} tokens/s generated"))
+    lines.append(("time", f"{s.seconds:.1f} s, peak memory {s.peak_rss_bytes / 2**20:,.0f} MiB"))
+    lines.append(("output", s.output))
+    return lines
