@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
-from nightmill.errors import StorageError
+from nightmill.errors import StorageError, ValidationError
 from nightmill.reader.source import BATCH_BYTES, MAX_BATCH_ROWS, OPENAI_FORM_KEY, Extent, reading
 from nightmill.reader.text import valid_unicode
 from nightmill.storage import Storage, open_storage
@@ -87,6 +87,21 @@ class JsonlSource:
                     rows, num_bytes = [], 0
             if rows:
                 yield pa.RecordBatch.from_pylist(rows, schema=schema)
+
+    def check_form(self) -> None:
+        """Look at the first row only: a file of other lines is a mistake, one bad line is not.
+
+        Raises:
+            ValidationError: the first row is a JSON object and no request.
+        """
+        for batch in self.batches(0, 1):
+            (row,) = batch.to_pylist()
+            if row["url"] is None and row["body"] is None:
+                raise ValidationError(
+                    f"{self._uri} is not in OpenAI batch form: its first line has neither url nor body",
+                    hint='Each line must be {"custom_id": …, "method": "POST", "url": "/v1/chat/completions", '
+                    '"body": {…}}. Convert other data to Parquet.',
+                )
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import pyarrow.types as types
 
 from nightmill.errors import ValidationError
 from nightmill.reader import is_openai_form, open_source, resolve_columns
+from nightmill.reader.jsonl import JsonlSource
 from nightmill.records import JobSpec, SourceFile
 from nightmill.storage import Storage
 
@@ -84,6 +85,8 @@ def _checked_schemas(
 ) -> Iterable[tuple[str, pa.Schema]]:
     for source in sources:
         with open_source(source.uri, storage) as file:
+            if isinstance(file, JsonlSource):
+                file.check_form()
             resolve_columns(file.schema, spec, where=source.uri)
             yield source.uri, file.schema
 
