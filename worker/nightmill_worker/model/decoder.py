@@ -7,18 +7,22 @@ from torch import Tensor
 from nightmill_kernels.rms_norm import rms_norm
 from nightmill_worker.model.config import ModelConfig, RopeConfig
 from nightmill_worker.model.layers import Layer, StepTensors
+from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.pool import KVPool
 from nightmill_worker.model.rope import rope_table
 from nightmill_worker.model.weights import ModelWeights
 
 
 class Decoder:
-    """Weights and page pool, put together; holds no state of its own between steps."""
+    """Weights and page pool, put together; holds no state of its own between steps.
+
+    Takes the weights over: `weights.layers` is emptied as it goes, so that packing never holds the model twice.
+    """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, *, max_model_len: int) -> None:
         self._config = config
         self._embedding = weights.embedding
-        self._lm_head = weights.lm_head
+        self._lm_head = Linear(weights.lm_head)
         self._final_norm = weights.final_norm
         # As transformers: the factor is rounded to the model's dtype first.
         self._embedding_scale = float(torch.tensor(config.embedding_scale).to(weights.embedding.dtype))
@@ -26,7 +30,7 @@ class Decoder:
         kinds = {layer.rope for layer in config.layers if layer.rope is not None}
         tables: dict[RopeConfig, Tensor] = {kind: rope_table(kind, max_model_len, device) for kind in kinds}
         self._layers = [
-            Layer(config, i, weights.layers[i], pool.layer(i), tables[layer.rope] if layer.rope is not None else None)
+            Layer(config, i, weights.layers.pop(0), pool.layer(i), tables[layer.rope] if layer.rope else None)
             for i, layer in enumerate(config.layers)
         ]
 
@@ -42,17 +46,19 @@ class Decoder:
             if layer is last and step.sampled is not None:
                 # Nothing reads the other tokens' outputs of the last layer.
                 mixed, residual = mixed[step.sampled], residual[step.sampled]
+                if not len(residual):
+                    return residual
             delta, residual = layer.feed_forward(mixed, residual)
         assert delta is not None
         c = self._config
         return rms_norm(residual.add_(delta), self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 [R, vocab] of hidden states [R, d]."""
+        """[R, vocab] of hidden states [R, d], in the model's dtype, or float32 where the family reshapes them."""
         c = self._config
-        logits = F.linear(hidden, self._lm_head).float()
+        logits = self._lm_head(hidden)
         if c.logit_scale != 1.0:
-            logits *= c.logit_scale
+            logits = logits.float().mul_(c.logit_scale)
         if c.logit_softcap is not None:
-            logits = logits.div_(c.logit_softcap).tanh_().mul_(c.logit_softcap)
+            logits = logits.float().div_(c.logit_softcap).tanh_().mul_(c.logit_softcap)
         return logits

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from nightmill_kernels.gated_mul import gelu_mul, silu_mul
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_kernels.paged_attention import paged_attention
 from nightmill_kernels.rms_norm import add_rms_norm, rms_norm
-from nightmill_kernels.rope import rope
+from nightmill_kernels.rope import rope_store_kv
 from nightmill_kernels.store_kv import store_kv
 from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
+from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.weights import LayerWeights
 
 
@@ -28,7 +28,7 @@ class StepTensors:
 
 
 class Layer:
-    """One layer's weights, its two pages tensors, and how they are combined."""
+    """One layer's weights, its K and V pages, and how they are combined."""
 
     def __init__(
         self,
@@ -39,7 +39,13 @@ class Layer:
         cos_sin: Tensor | None,
     ) -> None:
         self._config = config
-        self._weights = weights
+        self._qkv = Linear(weights.qkv, weights.qkv_bias)
+        self._out = Linear(weights.out, weights.out_bias)
+        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
+        self._down = Linear(weights.down, weights.down_bias)
+        self._attention_norm, self._attention_post_norm = weights.attention_norm, weights.attention_post_norm
+        self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
+        self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
         self._k_pages, self._v_pages = pages
         self._cos_sin = cos_sin  # None: no positions in this layer
         self._window = config.layers[index].window
@@ -56,14 +62,15 @@ class Layer:
         Returns:
             [T, H · D] and the new residual.
         """
-        c, w = self._config, self._weights
-        hidden, residual = self._enter(delta, residual, w.attention_norm)
-        qkv = F.linear(hidden, w.qkv, w.qkv_bias).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        c = self._config
+        hidden, residual = self._enter(delta, residual, self._attention_norm)
+        qkv = self._qkv(hidden).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = qkv.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        q, k = self._norm_heads(q, w.q_norm), self._norm_heads(k, w.k_norm)
-        if self._cos_sin is not None:
-            rope(q, k, step.positions, self._cos_sin)
-        store_kv(k, v, self._k_pages, self._v_pages, step.slots)
+        q, k = self._norm_heads(q, self._q_norm), self._norm_heads(k, self._k_norm)
+        if self._cos_sin is None:
+            store_kv(k, v, self._k_pages, self._v_pages, step.slots)
+        else:
+            rope_store_kv(q, k, v, step.positions, self._cos_sin, self._k_pages, self._v_pages, step.slots)
         mixed = paged_attention(
             q,
             self._k_pages,
@@ -77,11 +84,9 @@ class Layer:
 
     def feed_forward(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Output projection, then the feed-forward part: (what is to be added to the residual, the residual)."""
-        w = self._weights
-        delta = self._leave(F.linear(mixed, w.out, w.out_bias), w.attention_post_norm)
-        hidden, residual = self._enter(delta, residual, w.mlp_norm)
-        gated = self._activate(F.linear(hidden, w.gate_up, w.gate_up_bias))
-        return self._leave(F.linear(gated, w.down, w.down_bias), w.mlp_post_norm), residual
+        delta = self._leave(self._out(mixed), self._attention_post_norm)
+        hidden, residual = self._enter(delta, residual, self._mlp_norm)
+        return self._leave(self._down(self._activate(self._gate_up(hidden))), self._mlp_post_norm), residual
 
     def _enter(self, delta: Tensor | None, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the last part's result to the residual and normalise it for the next."""

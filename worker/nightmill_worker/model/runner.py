@@ -83,14 +83,14 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute K and V of every token of the plan and draw the tokens it asks for."""
         hidden = self._forward(plan)
-        if len(plan.sample.sequence) == 0:
+        if hidden.shape[0] == 0:
             return StepOutput(tokens=np.empty(0, dtype=np.int32))
         return sample(self._loaded().logits(hidden), plan.sample)
 
     @torch.inference_mode()
     def compute_logits(self, plan: StepPlan) -> Tensor:
         """Run the plan and return float32 [R, vocab] instead of drawing: for parity tests and scoring."""
-        return self._loaded().logits(self._forward(plan))
+        return self._loaded().logits(self._forward(plan)).float()
 
     def close(self) -> None:
         """Free the pool and the weights."""

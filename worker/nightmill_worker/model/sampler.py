@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nightmill_kernels.argmax import argmax
 from nightmill_worker.engine.request import TokenLogprobs
 from nightmill_worker.engine.step import SampleBatch, StepOutput
 from nightmill_worker.model.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel_at, gumbel_row
@@ -55,29 +56,32 @@ def sample(logits: Tensor, batch: SampleBatch) -> StepOutput:
     """Draw a token for every row.
 
     Args:
-        logits: float32 [R, V]; bans and penalties are written into it.
+        logits: [R, V], any floating dtype; bans and penalties may be written into it.
         batch: the rows' parameters.
 
     Returns:
         Tokens, the logprobs that were asked for, and the rows whose logits allow no draw (their token is 0).
     """
+    asked = batch.num_logprobs >= 0
+    if batch.any_random or batch.banned or batch.history or asked.any():
+        logits = logits.float()
     _ban(logits, batch)
     _penalise(logits, batch)
-    best, greedy = logits.max(dim=-1)  # NaN wins; ties go to the lowest id
-    is_drawable = torch.isfinite(best).cpu().numpy()
-    failed = {int(row): _reason(float(best[row]), int(row), batch) for row in np.flatnonzero(~is_drawable)}
-    tokens: NDArray[np.int32] = greedy.cpu().numpy().astype(np.int32)
+    tokens: NDArray[np.int32] = argmax(logits).cpu().numpy()
+    is_drawable = tokens >= 0
+    failed = {int(row): _reason(logits[row], int(row), batch) for row in np.flatnonzero(~is_drawable)}
     tokens[~is_drawable] = 0
     if batch.any_random:
         rows = np.flatnonzero((batch.temperature >= GREEDY_BELOW) & is_drawable)
         if rows.size:
             drawn = _draw(logits[torch.from_numpy(rows)], _RandomRows.of(batch, rows, logits.device))
             tokens[rows] = drawn.cpu().numpy()
-    asked = np.flatnonzero((batch.num_logprobs >= 0) & is_drawable)
-    return StepOutput(tokens=tokens, logprobs=_logprobs(logits, tokens, batch, asked), failed=failed)
+    logprobs = _logprobs(logits, tokens, batch, np.flatnonzero(asked & is_drawable))
+    return StepOutput(tokens=tokens, logprobs=logprobs, failed=failed)
 
 
-def _reason(best: float, row: int, batch: SampleBatch) -> str:
+def _reason(logits: Tensor, row: int, batch: SampleBatch) -> str:
+    best = float(logits.max())
     if best == -np.inf and row in batch.banned:
         return "every token that has a probability is banned (min_tokens)"
     return f"the model's logits are not finite (highest: {best})"
