@@ -3,7 +3,7 @@
 from nightmill.output.checkpoint import CheckpointFile, CheckpointReader, CheckpointWriter, read_checkpoints
 from nightmill.output.folder import JobFile, OutputFolder, claim_output, read_job_file
 from nightmill.output.manifest import finalize_output
-from nightmill.output.part import PartInfo, find_part, write_part
+from nightmill.output.part import PartInfo, Unanswered, find_part, write_part
 
 __all__ = [
     "CheckpointFile",
@@ -12,6 +12,7 @@ __all__ = [
     "JobFile",
     "OutputFolder",
     "PartInfo",
+    "Unanswered",
     "claim_output",
     "finalize_output",
     "find_part",
