@@ -1,8 +1,10 @@
 """Parts as the two JSON-lines files of an OpenAI batch: results, and errors."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 import pyarrow.parquet as pq
@@ -73,13 +75,18 @@ _NAMES = (
     "model",
     "logprobs",
 )
+_PART = re.compile(r"part-(\d+)\.parquet")
 
 
 def _rows(storage: Storage, output: str, spec: JobSpec) -> Iterator[dict[str, Any]]:
-    parts = [info.uri for info in storage.list(output) if info.uri.rpartition("/")[2].startswith("part-")]
+    parts = sorted(
+        (int(match[1]), info.uri)
+        for info in storage.list(output)
+        if (match := _PART.fullmatch(PurePosixPath(info.uri).name))
+    )
     if not parts:
         raise NotFoundError(f"{output} holds no parts", hint="Is the job done? See nightmill status.")
-    for uri in parts:
+    for _, uri in parts:
         with reading(uri), storage.open_input(uri) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False)
             schema = file.schema_arrow
