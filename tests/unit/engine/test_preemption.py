@@ -124,6 +124,18 @@ def test_recomputed_tokens_are_counted(make_drill, make_request):
     assert drill.loop.stats().computed_tokens == 29 + 23
 
 
+def test_recomputed_tokens_of_a_recomputation_cut_short(make_drill, make_request):
+    drill = make_drill(max_prefill_chunk=8, enable_prefix_caching=False)
+    drill.add(make_request(1, 20, max_tokens=10))
+    for _ in range(3):
+        drill.step()
+    drill.preempt(1)
+    drill.step()
+    drill.preempt(1)
+    drill.drain()
+    assert drill.loop.stats().recomputed_tokens == 8 + 20
+
+
 def test_preempted_sequence_finds_its_own_pages(make_drill, make_request):
     drill = make_drill(page_size=4)
     drill.add(make_request(1, 20, max_tokens=10))

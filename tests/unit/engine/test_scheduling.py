@@ -106,6 +106,14 @@ def test_four_copies_of_eight(make_drill, make_request, policy, steps):
     assert steps <= drill.loop.stats().steps <= steps * (1 if policy == "static" else 1.6)
 
 
+def test_static_group_is_whole_even_when_its_prompts_take_several_steps(make_drill, make_request):
+    drill = make_drill(policy="static", max_num_seqs=4, max_num_batched_tokens=16)
+    drill.add(*(make_request(i, 20, max_tokens=3) for i in range(5)))
+    drill.step()
+    assert (drill.loop.stats().running, drill.loop.stats().waiting) == (4, 1)
+    drill.drain()
+
+
 def test_static_answers_are_the_same(make_drill, make_request):
     prefix = tuple(range(40))
     drill = make_drill(policy="static", max_num_seqs=3)

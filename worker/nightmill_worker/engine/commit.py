@@ -22,8 +22,8 @@ class Ending:
 
 def commit_step(table: RunningTable, schedule: Schedule, plan: StepPlan, output: StepOutput) -> list[Ending]:
     """Advance `num_computed`, append the drawn tokens, and report endings; rows stay bound."""
-    computed = schedule.rows[: len(schedule.rows) - schedule.num_padding]
-    table.num_computed[computed] += schedule.counts[: len(computed)]
+    computed = schedule.rows[: schedule.num_real]
+    table.num_computed[computed] += schedule.counts[: schedule.num_real]
     rows = schedule.rows[plan.sample.sequence]
     positions = table.num_tokens[rows]
     table.tokens[rows, positions] = output.tokens

@@ -19,7 +19,7 @@ from nightmill_worker.engine.scheduler import Schedule, Scheduler
 from nightmill_worker.engine.sequence import Sequence as EngineSequence
 from nightmill_worker.engine.sequence import SequenceState
 from nightmill_worker.engine.stats import Counters, EngineStats
-from nightmill_worker.engine.step import Runner
+from nightmill_worker.engine.step import Runner, StepOutput, StepPlan
 from nightmill_worker.engine.stop import StopStrings
 from nightmill_worker.engine.waiting_queue import WaitingQueue
 
@@ -154,9 +154,9 @@ class EngineLoop:
         planned = time.perf_counter()
         output = self._runner.run(plan)
         ran = time.perf_counter()
+        self._count_tokens(schedule, plan, output)
         endings = commit_step(self.table, schedule, plan, output)
-        num_real = len(schedule.rows) - schedule.num_padding
-        computed = schedule.rows[:num_real]
+        computed = schedule.rows[: schedule.num_real]
         if output.failed:
             void = [ending.row for ending in endings if ending.error is not None]
             computed = computed[~np.isin(computed, void)]
@@ -165,10 +165,6 @@ class EngineLoop:
         for ending in endings:
             self._end_row(ending)
         counters.steps += 1
-        counters.batch_rows += num_real
-        counters.computed_tokens += plan.num_tokens - schedule.num_padding
-        counters.padding_tokens += schedule.num_padding
-        counters.generated_tokens += len(output.tokens) - len(output.failed)
         counters.plan_s += planned - started
         counters.run_s += ran - planned
         counters.commit_s += time.perf_counter() - ran
@@ -215,6 +211,18 @@ class EngineLoop:
         if self.table.is_padding[rows].all():
             for row in rows.tolist():
                 self._vacate(self.table.sequence(row))
+
+    def _count_tokens(self, schedule: Schedule, plan: StepPlan, output: StepOutput) -> None:
+        """Before the commit: `num_computed` is still where the step began."""
+        counters, num_real = self.counters, schedule.num_real
+        counters.batch_rows += num_real
+        counters.computed_tokens += plan.num_tokens - schedule.num_padding
+        counters.padding_tokens += schedule.num_padding
+        counters.generated_tokens += len(output.tokens) - len(output.failed)
+        if counters.preemptions:
+            rows, counts = schedule.rows[:num_real], schedule.counts[:num_real]
+            again = self.table.max_computed[rows] - self.table.num_computed[rows]
+            counters.recomputed_tokens += int(np.clip(again, 0, counts).sum())
 
     def _count(self, reason: FinishReason) -> None:
         if reason is FinishReason.ERROR:

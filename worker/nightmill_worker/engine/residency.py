@@ -101,9 +101,9 @@ class Residency:
         if self._index is None:
             return
         full = self._table.num_computed[rows] // self._pool.page_size
-        for row, num_full in zip(rows.tolist(), full.tolist(), strict=True):
-            if num_full > self._table.num_published[row]:
-                self._publish_row(self._index, row, num_full)
+        have_filled = full > self._table.num_published[rows]
+        for row, num_full in zip(rows[have_filled].tolist(), full[have_filled].tolist(), strict=True):
+            self._publish_row(self._index, row, num_full)
 
     def release(self, sequence: Sequence, *, discard: bool = False) -> None:
         """Give all pages of a running sequence back.
@@ -133,18 +133,24 @@ class Residency:
     def _publish_row(self, index: PrefixIndex, row: int, num_full: int) -> None:
         table, sequence, size = self._table, self._table.sequence(row), self._pool.page_size
         first = int(table.num_published[row])
-        for i in range(first, num_full):
+        pages = table.page_table[row, first:num_full].tolist()
+        for i, page in enumerate(pages, first):
             if i == len(sequence.nodes):
                 self._extend(index, sequence, tuple(table.tokens[row, i * size : (i + 1) * size].tolist()))
-            node, page = sequence.nodes[i], int(table.page_table[row, i])
+            node = sequence.nodes[i]
             if node.page:
-                self._pool.pin(np.array([node.page], np.int32))
-                table.page_table[row, i] = node.page
-                self._pool.unpin(np.array([page], np.int32))
+                self._adopt(row, i, node.page)
             else:
                 index.publish(node, page)
             self._wake(node)
         table.num_published[row] = num_full
+
+    def _adopt(self, row: int, column: int, page: int) -> None:
+        """Put the index's page in the place of the row's own, which holds the same."""
+        own = self._table.page_table[row, column : column + 1].copy()
+        self._pool.pin(np.array([page], np.int32))
+        self._table.page_table[row, column] = page
+        self._pool.unpin(own)
 
     def _intern(self, sequence: Sequence, num_full: int) -> None:
         size = self._pool.page_size

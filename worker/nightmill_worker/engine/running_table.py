@@ -29,6 +29,7 @@ class RunningTable:
         self.num_published = np.zeros(rows, np.int64)  # leading pages that are in the prefix index
         self.num_tokens = np.zeros(rows, np.int64)  # prompt + generated
         self.num_computed = np.zeros(rows, np.int64)  # tokens whose KV is in the pages
+        self.max_computed = np.zeros(rows, np.int64)  # of an earlier run: what is computed below it is done again
         self.prompt_len = np.zeros(rows, np.int64)
         self.min_total = np.zeros(rows, np.int64)  # num_tokens from which a stop counts
         self.max_total = np.zeros(rows, np.int64)  # num_tokens at which the sequence ends
@@ -49,7 +50,6 @@ class RunningTable:
         self._is_used = np.zeros(rows, np.bool_)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._rows: Rows | None = None
-        self.version = 0  # changes whenever a row is bound, unbound or padded
 
     @property
     def num_used(self) -> int:
@@ -83,6 +83,7 @@ class RunningTable:
         self.tokens[row, length:num_tokens] = sequence.generated
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = self.num_pages[row] = self.num_published[row] = 0
+        self.max_computed[row] = sequence.max_computed
         self.prompt_len[row] = length
         self.min_total[row] = length + sampling.min_tokens
         self.max_total[row] = length + sampling.max_tokens
@@ -105,7 +106,7 @@ class RunningTable:
         self._is_used[row] = True
         self.sequences[row] = sequence
         sequence.row, sequence.state = row, SequenceState.RUNNING
-        self._changed()
+        self._rows = None
         return row
 
     def unbind(self, row: int) -> None:
@@ -114,12 +115,11 @@ class RunningTable:
         self.sequences[row] = None
         self._is_used[row] = False
         self._free_rows.append(row)
-        self._changed()
+        self._rows = None
 
     def pad(self, row: int) -> None:
         """Keep an ended row in the batch."""
         self.is_padding[row] = True
-        self._changed()
 
     def generated(self, row: int) -> tuple[int, ...]:
         """Tokens drawn so far."""
@@ -136,7 +136,3 @@ class RunningTable:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(ids)] = ids
-
-    def _changed(self) -> None:
-        self._rows = None
-        self.version += 1

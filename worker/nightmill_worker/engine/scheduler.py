@@ -26,6 +26,11 @@ class Schedule:
     num_padding: int = 0  # how many rows at the end are padding
     outgrown: Sequence | None = None  # runs alone and needs more pages than there are: it must end, and nothing runs
 
+    @property
+    def num_real(self) -> int:
+        """Rows that are not padding."""
+        return len(self.rows) - self.num_padding
+
 
 class Scheduler:
     """One decision per step: who computes how many tokens.
@@ -74,9 +79,8 @@ class Scheduler:
             self.preempt(victim)
             short = self._grow(decodes)
         budget = self._options.max_num_batched_tokens - len(decodes) - len(padding)
-        if len(partial) == 0 and len(self._queue) == self._queue.num_parked:
-            chunk_rows, chunk_counts = _NO_ROWS, _NO_ROWS
-        else:
+        chunk_rows, chunk_counts = _NO_ROWS, _NO_ROWS
+        if len(partial) or (table.has_free_row and len(self._queue) > self._queue.num_parked):
             chunk_rows, chunk_counts = self._chunks(partial, budget, closed_rank)
         ones = np.ones(len(decodes), np.int64)
         return Schedule(
@@ -132,7 +136,8 @@ class Scheduler:
             for row in by_order:
                 if budget > 0 and table.order[row] >> _ORDER_BITS == rank:
                     budget -= take(row)
-            while may_admit and budget > 0 and rank < closed_rank and table.has_free_row:
+            # A static group is admitted whole, even when its prompts take several steps to compute.
+            while may_admit and (budget > 0 or self._is_static) and rank < closed_rank and table.has_free_row:
                 sequence = self._queue.head(rank)
                 if sequence is None:
                     break
@@ -146,7 +151,9 @@ class Scheduler:
                 if not self._gate.admits(sequence, match.num_new, available, table):
                     may_admit = False  # strictly: nobody of a lower tier takes what it waits for
                     break
-                budget -= take(self._admit(sequence, match, rank))
+                row = self._admit(sequence, match, rank)
+                if budget > 0:
+                    budget -= take(row)
         return np.array(rows, np.int64), np.array(counts, np.int64)
 
     def _admit(self, sequence: Sequence, match: Match, rank: int) -> int:
@@ -159,5 +166,4 @@ class Scheduler:
             sequence.num_cached = num_matched
             self._counters.prompt_tokens += len(sequence.request.prompt)
             self._counters.cached_tokens += num_matched
-        self._counters.recomputed_tokens += max(0, sequence.max_computed - num_matched)
         return row
