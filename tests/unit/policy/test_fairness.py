@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill.errors import ConfigError
@@ -35,6 +35,7 @@ def test_unused_share_flows_down(wanting, expected):
     assert owed == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(st.sets(st.sampled_from(list(Tier)), min_size=1), st.integers(1, 3000))
 def test_no_tier_falls_below_its_share_over_a_window(wanting, steps):
     window = 50_000
@@ -50,6 +51,7 @@ def test_low_never_starves_under_endless_high_work():
     assert got[LOW] >= 0.05 * 10_000 * 1000 - 2000
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -129,6 +131,7 @@ def test_a_newcomer_starts_level_and_a_returning_job_keeps_its_debt():
     assert jobs.next() == "new"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("jlc"), st.sampled_from("abc"), st.integers(1, 50)), max_size=100))
 def test_next_is_always_the_least_served_that_waits(operations):
     jobs = JobShares()

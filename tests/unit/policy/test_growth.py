@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill.states import Tier
@@ -31,12 +31,14 @@ def replay(rows, page_size):
 ROWS = st.tuples(st.integers(0, 90), st.integers(0, 5), st.integers(6, 70))
 
 
+@settings(deadline=None)
 @given(st.lists(ROWS, max_size=12), st.sampled_from([1, 3, 16, 64]))
 def test_the_predicted_peak_of_known_lengths_is_the_true_one(rows, page_size):
     peak = GrowthGate(page_size).peak(holders(rows), [], shared_pages=0, z=9.0)
     assert peak == max(replay(rows, page_size), default=0)
 
 
+@settings(deadline=None)
 @given(
     st.lists(ROWS, max_size=8),
     st.lists(ROWS, min_size=1, max_size=8),

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill_worker.engine.length_model import PRIOR_MEAN_TOKENS, LengthDistribution, LengthModel
@@ -18,6 +18,7 @@ def test_the_prior_mean_is_max_tokens_or_256(max_tokens):
     assert expected == pytest.approx(min(max_tokens, PRIOR_MEAN_TOKENS), rel=0.02)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 80), max_size=40),
     st.lists(st.integers(0, 80), max_size=20),

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill_worker.engine.order_tree import Node, OrderTree, Pick, Waiting
@@ -63,6 +63,7 @@ def check_picks(node: Node) -> None:
             check_picks(child)
 
 
+@settings(deadline=None)
 @given(REQUESTS, st.randoms(use_true_random=False))
 def test_sums_and_picks_hold_after_any_insertions_and_removals(specs, rng: random.Random):
     tree = OrderTree()
@@ -80,6 +81,7 @@ def test_sums_and_picks_hold_after_any_insertions_and_removals(specs, rng: rando
         assert len(tree) == len(present)
 
 
+@settings(deadline=None)
 @given(REQUESTS, PAGES)
 def test_nearest_shares_the_most_pages(specs, pages):
     interner = Interner()

@@ -3,7 +3,7 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill_worker.engine.ordering import ArrivalQueue, PlannedQueue
@@ -37,6 +37,7 @@ def test_groups_of_a_shuffled_file_run_together():
     assert sorted(runs) == list(range(64))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 99)), min_size=1, max_size=40),
     st.integers(1, 8),
@@ -59,6 +60,7 @@ def test_every_prefix_is_left_only_once_and_every_key_comes_once(specs, slots, b
         )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 999)), min_size=1, max_size=60))
 def test_same_requests_same_order(specs):
     orders = []
@@ -149,6 +151,7 @@ def test_the_head_is_stable_until_it_is_removed():
 
 
 @pytest.mark.parametrize("make", [lambda: PlannedQueue(slots=4), ArrivalQueue], ids=["planned", "arrival"])
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "cancel", "admit"]), st.integers(0, 10**6)), max_size=60))
 def test_queues_hold_what_was_added_and_not_removed(make, operations):
     queue, present = make(), {}
