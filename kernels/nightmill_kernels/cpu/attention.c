@@ -18,6 +18,7 @@ enum {
   SEGMENT = 512,      // keys; a multiple of KEYS
   MAX_ROWS = 128,     // rows of a tile
   STATE = 8192,       // floats of a tile's running sums: 128 rows of 64, 32 rows of 256
+  GROUP = 16,         // keys packed at a time
   SPLIT_FACTOR = 4,   // fewer tiles than this many per thread: spread segments
 };
 
@@ -37,20 +38,20 @@ enum { ALL_SEGMENTS = -1 };
 struct sums {  // a tile's running softmax
   float *acc;  // [rows, D], not yet divided by l
   float *m;    // [rows] largest score so far, in units of log2; -inf: nothing seen
-  float *l;    // [rows] Σ 2^(score - m)
+  float *l;    // [rows, VW] Σ 2^(score - m), lane by lane
 };
 
 struct scratch {
   unit q[STATE], k[KEYS * MAX_HEAD_DIM], v[KEYS * MAX_HEAD_DIM];
-  float acc[2][STATE], m[2][MAX_ROWS], l[2][MAX_ROWS];
+  float acc[2][STATE], m[2][MAX_ROWS], l[2][MAX_ROWS * VW];
   float scores[STRIP * KEYS];
   uint16_t weights[STRIP * KEYS];
+  float gathered[2][GROUP * MAX_HEAD_DIM];  // K and V of a group that is not in one piece
   int32_t low[MAX_ROWS], high[MAX_ROWS];  // keys [low, high) are visible to the row
 };
 
 // One per thread for the life of the thread: no allocation and no page faults in a call.
 static _Thread_local struct scratch thread_scratch __attribute__((aligned(64)));
-static const float zero_row[MAX_HEAD_DIM] __attribute__((aligned(64)));
 
 struct work {
   const struct nm_attention *call;
@@ -65,33 +66,45 @@ static int larger(int a, int b) { return a > b ? a : b; }
 
 // ---------------------------------------------------------------- softmax of a strip
 
+static __attribute__((noinline)) void cap_row(float *x, int width, float scale) {
+  for (int i = 0; i < width; i += VW) store(x, i, tanh_v(load(x, i, 0) * scale), 0);
+}
+
+static __attribute__((noinline)) void mask_row(float *x, int width, int low, int high) {
+  for (int i = 0; i < width; i += VW) {
+    const vi key = lane_index() + i;
+    store(x, i, choose((key >= low) & (key < high), load(x, i, 0), splat(-INFINITY)), 0);
+  }
+}
+
+static __attribute__((noinline)) void rescale(float *acc, int dim, float *l, float exponent) {
+  const vf shrink = exp2_v(splat(exponent));
+  for (int i = 0; i < dim; i += VW) store(acc, i, load(acc, i, 0) * shrink, 0);
+  store(l, 0, load(l, 0, 0) * shrink, 0);
+}
+
 // Scores [rows, KEYS] become weights in place (fp32) or in `weights` (bf16); the sums so far are rescaled when a row's
-// maximum grows. Not inlined: one body for every strip height keeps a row's bits independent of its strip.
-static __attribute__((noinline)) void softmax(const struct nm_attention *call, struct scratch *s, struct sums sums,
-                                              int row, int rows, int block, int width, int pair) {
-  const float scale = call->scale * LOG2E;
-  const float inner = call->softcap > 0.0f ? call->scale / call->softcap : 0.0f, outer = call->softcap * LOG2E;
+// maximum grows.
+static void softmax(const struct nm_attention *call, struct scratch *s, struct sums sums, int row, int rows, int block,
+                    int width, int pair) {
+  const float scale = (call->softcap > 0.0f ? call->softcap : call->scale) * LOG2E;
   const int dim = call->head_dim;
+  vf top[STRIP];
   for (int r = 0; r < rows; r++) {
     float *x = s->scores + r * KEYS;
     const int low = s->low[row + r] - block, high = s->high[row + r] - block;
-    const int masked = low > 0 || high < width;
-    vf top = splat(-INFINITY);
-    for (int i = 0; i < width; i += VW) {
-      vf y = load(x, i, 0);
-      y = call->softcap > 0.0f ? outer * tanh_v(y * inner) : y * scale;
-      if (masked) {
-        const vi key = lane_index() + i;
-        y = choose((key >= low) & (key < high), y, splat(-INFINITY));
-      }
-      store(x, i, y, 0);
-      top = vmax(y, top);
-    }
-    const float before = sums.m[row + r], best = hmax(top), m = best > before ? best : before;
-    const float base = m == -INFINITY ? 0.0f : m;
+    if (call->softcap > 0.0f) cap_row(x, width, call->scale / call->softcap);
+    if (low > 0 || high < width) mask_row(x, width, low, high);
+    top[r] = load(x, 0, 0);
+    for (int i = VW; i < width; i += VW) top[r] = vmax(load(x, i, 0), top[r]);
+  }
+  for (int r = 0; r < rows; r++) {
+    const float before = sums.m[row + r], best = hmax(top[r]) * scale, m = best > before ? best : before;
+    const vf base = splat(m == -INFINITY ? 0.0f : -m);
+    float *x = s->scores + r * KEYS, *l = sums.l + (row + r) * VW;
     vf total = splat(0.0f);
     for (int i = 0; i < width; i += VW) {
-      const vf weight = exp2_v(load(x, i, 0) - base);
+      const vf weight = exp2_v(fma_v(load(x, i, 0), splat(scale), base));
       total += weight;
 #if HAVE_PAIR
       if (pair) {
@@ -104,13 +117,10 @@ static __attribute__((noinline)) void softmax(const struct nm_attention *call, s
     }
     (void)pair;
     if (m > before) {
-      const vf shrink = exp2_v(splat(before - base));
-      sums.l[row + r] *= shrink[0];
-      float *acc = sums.acc + (int64_t)(row + r) * dim;
-      for (int i = 0; i < dim; i += VW) store(acc, i, load(acc, i, 0) * shrink, 0);
       sums.m[row + r] = m;
+      if (before != -INFINITY) rescale(sums.acc + (int64_t)(row + r) * dim, dim, l, before - m);
     }
-    sums.l[row + r] += hsum(total);
+    store(l, 0, load(l, 0, 0) + total, 0);
   }
 }
 
@@ -143,71 +153,92 @@ INLINE void strips_of(const struct nm_attention *call, struct scratch *s, struct
   }
 }
 
-// Where each key of the block lies; keys nobody in the tile sees point at zeros: their slots may hold NaN.
-static void find_rows(const struct nm_attention *call, const struct tile *tile, int block, int width,
-                      const void *k[KEYS], const void *v[KEYS]) {
+// Byte offset of a key's row in both pools, and how many keys from it on lie in one piece.
+static int64_t locate(const struct nm_attention *call, const struct tile *tile, int key, int *run) {
   const int64_t size = call->dtype == NM_BF16 ? 2 : 4;
-  const int32_t *table = call->page_tables + (int64_t)tile->sequence * call->table_width;
-  const int64_t head = (int64_t)tile->kv_head * call->page_size * call->head_dim;
-  const int first = larger(tile->low - block, 0), last = smaller(tile->high - block, width);
-  for (int i = 0; i < width; i++)
-    if (i < first || i >= last) k[i] = v[i] = zero_row;
-  for (int i = first; i < last;) {
-    const int page = (block + i) / call->page_size, offset = (block + i) % call->page_size;
-    const int end = smaller(last, i + call->page_size - offset);
-    int64_t at = (table[page] * call->pool_stride + head + (int64_t)offset * call->head_dim) * size;
-    for (; i < end; i++, at += call->head_dim * size) {
-      k[i] = (const char *)call->k_pool + at;
-      v[i] = (const char *)call->v_pool + at;
+  const int page = key / call->page_size, offset = key % call->page_size;
+  const int64_t id = call->page_tables[(int64_t)tile->sequence * call->table_width + page];
+  *run = call->page_size - offset;
+  return (id * call->pool_stride + ((int64_t)tile->kv_head * call->page_size + offset) * call->head_dim) * size;
+}
+
+// Pages lie anywhere, so the hardware cannot guess the next ones: ask for them while this block is being computed.
+static void prefetch(const struct nm_attention *call, const struct tile *tile, int block) {
+  const int64_t row = call->head_dim * (call->dtype == NM_BF16 ? 2 : 4);
+  const int last = smaller(tile->high, block + KEYS);
+  for (int key = larger(tile->low, block), run; key < last; key += run) {
+    const int64_t at = locate(call, tile, key, &run);
+    run = smaller(run, last - key);
+    for (int64_t byte = 0; byte < run * row; byte += 64) {
+      __builtin_prefetch((const char *)call->k_pool + at + byte, 0, 2);
+      __builtin_prefetch((const char *)call->v_pool + at + byte, 0, 2);
     }
   }
 }
 
+// K and V of GROUP keys from `key` on, in one piece. Keys that no row of the tile sees become zeros: their slots may
+// hold NaN, which a weight of zero would not hide.
+static void group_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, int key,
+                     const void **k, const void **v) {
+  const int64_t row = call->head_dim * (call->dtype == NM_BF16 ? 2 : 4);
+  int run;
+  if (key >= tile->low && key + GROUP <= tile->high) {
+    const int64_t at = locate(call, tile, key, &run);
+    *k = (const char *)call->k_pool + at;
+    *v = (const char *)call->v_pool + at;
+    if (run >= GROUP) return;
+  }
+  memset(s->gathered, 0, sizeof s->gathered);
+  const int last = smaller(key + GROUP, tile->high);
+  for (int i = larger(key, tile->low); i < last; i += run) {
+    const int64_t at = locate(call, tile, i, &run), to = (i - key) * row;
+    run = smaller(run, last - i);
+    memcpy((char *)s->gathered[0] + to, (const char *)call->k_pool + at, (size_t)(run * row));
+    memcpy((char *)s->gathered[1] + to, (const char *)call->v_pool + at, (size_t)(run * row));
+  }
+  *k = s->gathered[0];
+  *v = s->gathered[1];
+}
+
+INLINE void block_in(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
+                     int rows, int block, const int bf16, const int pair) {
+  const int width = smaller(KEYS, (tile->high - block + GROUP - 1) / GROUP * GROUP), dim = call->head_dim;
+  prefetch(call, tile, block + KEYS);
+  for (int i = 0; i < width; i += GROUP) {
+    const void *k, *v;
+    group_of(call, tile, s, block + i, &k, &v);
+    pack_k(k, dim, s->k + i, bf16, pair);
+    pack_v(v, dim, s->v + (int64_t)(pair ? i / 2 : i) * dim, bf16, pair);
+  }
+  strips_of(call, s, sums, rows, block, width, pair);
+}
+
 static void block_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
                      int rows, int block) {
-  const void *k[KEYS], *v[KEYS];
-  const int width = smaller(KEYS, (tile->high - block + 15) / 16 * 16), dim = call->head_dim;
-  const int bf16 = call->dtype == NM_BF16, pair = HAVE_PAIR && bf16;
-  find_rows(call, tile, block, width, k, v);
-  for (int i = 0; i < width; i += 16) {
-    if (pair) {
-      pack_k(k + i, dim, s->k + i, 1, 1);
-      pack_v(v + i, dim, s->v + (int64_t)(i / 2) * dim, 1, 1);
-    } else if (bf16) {
-      pack_k(k + i, dim, s->k + i, 1, 0);
-      pack_v(v + i, dim, s->v + (int64_t)i * dim, 1, 0);
-    } else {
-      pack_k(k + i, dim, s->k + i, 0, 0);
-      pack_v(v + i, dim, s->v + (int64_t)i * dim, 0, 0);
-    }
-  }
-#if HAVE_PAIR
-  if (pair) {
-    strips_of(call, s, sums, rows, block, width, 1);
-    return;
-  }
-#endif
-  strips_of(call, s, sums, rows, block, width, 0);
+  if (call->dtype == NM_F32)
+    block_in(call, tile, s, sums, rows, block, 0, 0);
+  else
+    block_in(call, tile, s, sums, rows, block, 1, HAVE_PAIR);
 }
 
 // ---------------------------------------------------------------- tiles
 
 static void clear(struct sums sums, int rows, int dim) {
   memset(sums.acc, 0, sizeof(float) * (size_t)rows * (size_t)dim);
-  memset(sums.l, 0, sizeof(float) * (size_t)rows);
+  memset(sums.l, 0, sizeof(float) * (size_t)rows * VW);
   for (int r = 0; r < rows; r++) sums.m[r] = -INFINITY;
 }
 
 // into ⊕= from, by the larger maximum. A side that has seen nothing leaves the other as it is, bit for bit.
 static void merge(struct sums into, struct sums from, int rows, int dim) {
   for (int r = 0; r < rows; r++) {
-    if (from.m[r] == -INFINITY) continue;
+    if (hsum(load(from.l, r * VW, 0)) == 0.0f) continue;  // not by m: a NaN among the scores must get through
     const float m = into.m[r] > from.m[r] ? into.m[r] : from.m[r];
     const vf a = exp2_v(splat(into.m[r] - m)), b = exp2_v(splat(from.m[r] - m));
     float *x = into.acc + (int64_t)r * dim;
     const float *y = from.acc + (int64_t)r * dim;
-    for (int i = 0; i < dim; i += VW) store(x, i, load(x, i, 0) * a + load(y, i, 0) * b, 0);
-    into.l[r] = into.l[r] * a[0] + from.l[r] * b[0];
+    for (int i = 0; i < dim; i += VW) store(x, i, fma_v(load(x, i, 0), a, load(y, i, 0) * b), 0);
+    store(into.l, r * VW, fma_v(load(into.l, r * VW, 0), a, load(from.l, r * VW, 0) * b), 0);
     into.m[r] = m;
   }
 }
@@ -223,7 +254,8 @@ static void emit(const struct nm_attention *call, const struct tile *tile, struc
     const int64_t token = query_start(call, tile) + r / group;
     char *out = (char *)call->out + token * call->out_stride * size;
     const int64_t at = (int64_t)(tile->kv_head * group + r % group) * dim;
-    const vf share = splat(sums.l[r] == 0.0f ? 0.0f : 1.0f / sums.l[r]);
+    const float total = hsum(load(sums.l, r * VW, 0));
+    const vf share = splat(total == 0.0f ? 0.0f : 1.0f / total);
     for (int i = 0; i < dim; i += VW) store(out, at + i, load(sums.acc + (int64_t)r * dim, i, 0) * share, bf16);
   }
 }
@@ -268,6 +300,7 @@ static void run_part(const struct work *work, const struct part *part) {
   const struct nm_attention *call = work->call;
   const struct tile *tile = work->tiles + part->tile;
   struct scratch *s = &thread_scratch;
+  __asm__("" : "+r"(s));  // else the compiler looks the thread's address up again in the innermost loops
   const int rows = tile->count * (call->heads / call->kv_heads), dim = call->head_dim;
   load_queries(call, tile, s);
   if (part->segment != ALL_SEGMENTS) {
@@ -286,7 +319,14 @@ static void run_part(const struct work *work, const struct part *part) {
 
 static void run_parts(int64_t first, int64_t last, void *data) {
   const struct work *work = data;
-  for (int64_t i = first; i < last; i++) run_part(work, work->parts + i);
+  for (int64_t i = first; i < last; i++) {
+    if (i + 1 < last) {
+      const struct part *next = work->parts + i + 1;
+      const struct tile *tile = work->tiles + next->tile;
+      prefetch(work->call, tile, next->segment == ALL_SEGMENTS ? tile->low / KEYS * KEYS : next->segment * SEGMENT);
+    }
+    run_part(work, work->parts + i);
+  }
 }
 
 static void merge_tiles(int64_t first, int64_t last, void *data) {
@@ -364,7 +404,7 @@ static int64_t list_parts(struct work *work, int split, struct part *out) {
     }
     for (int k = 0; k < segments; k++, count++) {
       if (out) out[count] = (struct part){i, begin + k, work->num_floats};
-      work->num_floats += (int64_t)tile->count * group * (work->call->head_dim + 2);
+      work->num_floats += (int64_t)tile->count * group * (work->call->head_dim + 1 + VW);
     }
   }
   return count;
@@ -397,7 +437,9 @@ int nm_paged_attention(const struct nm_attention *call) {
     work.partials = malloc(sizeof(float) * (size_t)work.num_floats);
     if (!work.partials) goto done;
   }
-  nm_for(work.num_parts, 1, call->threads, run_parts, &work);
+  // A few at a time where there are many: then the next one's first keys are on their way while one is computed.
+  const int64_t plenty = work.num_parts / (8 * larger(1, call->threads));
+  nm_for(work.num_parts, plenty < 4 ? plenty : 4, call->threads, run_parts, &work);
   if (work.partials) nm_for(work.num_tiles, 1, call->threads, merge_tiles, &work);
   result = NM_OK;
 done:

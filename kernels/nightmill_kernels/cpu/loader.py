@@ -16,7 +16,15 @@ from nightmill_kernels.cpu.isa import ISA_FLAGS
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("parallel.c", "pointwise.c", "attention.c")
 HEADERS = ("nightmill.h", "vec.h", "tile.h")
-FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=gnu11",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+)
 COMPILE_TIMEOUT_S = 120
 
 

@@ -21,7 +21,7 @@ INLINE void norm_row(const struct nm_norm *c, const void *x, void *residual, voi
       store(residual, i, value + load(residual, i, bf16), bf16);
       value = load(residual, i, bf16);  // normalise what was rounded
     }
-    squares += value * value;
+    squares = fma_v(value, value, squares);
   }
   if (tail) {
     vf value = load_tail(x, whole, tail, 0.0f, bf16);
@@ -29,7 +29,7 @@ INLINE void norm_row(const struct nm_norm *c, const void *x, void *residual, voi
       store_tail(residual, whole, value + load_tail(residual, whole, tail, 0.0f, bf16), tail, bf16);
       value = load_tail(residual, whole, tail, 0.0f, bf16);
     }
-    squares += value * value;
+    squares = fma_v(value, value, squares);
   }
   const vf scale = splat(1.0f / sqrtf(hsum(squares) / (float)dim + c->eps));
   const void *from = residual ? residual : x;

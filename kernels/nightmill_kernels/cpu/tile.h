@@ -47,7 +47,7 @@ INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stri
       float x;
       memcpy(&x, a + r * a_stride + d, 4);
 #pragma GCC unroll 4
-      for (int j = 0; j < N; j++) acc[r][j] += x * column[j];
+      for (int j = 0; j < N; j++) acc[r][j] = fma_v(splat(x), column[j], acc[r][j]);
     }
   }
 }
@@ -84,15 +84,15 @@ INLINE void product(float *out, int64_t out_stride, const unit *a, int64_t a_str
 
 // ---------------------------------------------------------------- packing
 
-// Four rows of four units, transposed into four columns' places.
-INLINE void transpose4(const unit *const row[4], int at, unit *out, int64_t out_stride, const int split) {
+// Four rows of four units, transposed. Split: two bf16 become two fp32, each in its own row of the block.
+INLINE void transpose4(const unit *rows, int64_t stride, unit *out, int64_t out_stride, const int split) {
   typedef uint32_t u4 __attribute__((vector_size(16)));
   typedef int32_t i4 __attribute__((vector_size(16)));
   u4 a, b, c, d;
-  memcpy(&a, row[0] + at, 16);
-  memcpy(&b, row[1] + at, 16);
-  memcpy(&c, row[2] + at, 16);
-  memcpy(&d, row[3] + at, 16);
+  memcpy(&a, rows, 16);
+  memcpy(&b, rows + stride, 16);
+  memcpy(&c, rows + 2 * stride, 16);
+  memcpy(&d, rows + 3 * stride, 16);
 #if defined(__clang__)
 #define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shufflevector(x, y, i0, i1, i2, i3)
 #else
@@ -103,7 +103,7 @@ INLINE void transpose4(const unit *const row[4], int at, unit *out, int64_t out_
   const u4 turned[4] = {SHUFFLE4(ab_low, cd_low, 0, 1, 4, 5), SHUFFLE4(ab_low, cd_low, 2, 3, 6, 7),
                         SHUFFLE4(ab_high, cd_high, 0, 1, 4, 5), SHUFFLE4(ab_high, cd_high, 2, 3, 6, 7)};
   for (int i = 0; i < 4; i++) {
-    if (split) {  // two bf16 become two fp32, each in its own row of the block
+    if (split) {
       const u4 even = turned[i] << 16, odd = turned[i] & 0xffff0000u;
       memcpy(out + (2 * i) * out_stride, &even, 16);
       memcpy(out + (2 * i + 1) * out_stride, &odd, 16);
@@ -114,12 +114,13 @@ INLINE void transpose4(const unit *const row[4], int at, unit *out, int64_t out_
 }
 
 #if defined(__AVX512F__)
-// Sixteen rows of sixteen units (`width` of them real), transposed.
-INLINE void transpose16(const unit *const row[16], int at, int width, unit *out, int64_t out_stride, const int split) {
+// Sixteen rows of `width` units, 16 or 8, transposed.
+INLINE void transpose16(const unit *rows, int64_t stride, const int width, unit *out, int64_t out_stride,
+                        const int split) {
   const __mmask16 real = (__mmask16)((1u << width) - 1u);
   __m512i x[16], y[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(real, row[i] + at);
+  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(real, rows + i * stride);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
@@ -144,8 +145,7 @@ INLINE void transpose16(const unit *const row[16], int at, int width, unit *out,
     y[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) {
-    if (i >= width) break;
+  for (int i = 0; i < width; i++) {
     if (split) {
       _mm512_storeu_si512(out + (2 * i) * out_stride, _mm512_slli_epi32(y[i], 16));
       _mm512_storeu_si512(out + (2 * i + 1) * out_stride, _mm512_and_si512(y[i], _mm512_set1_epi32((int)0xffff0000)));
@@ -156,50 +156,52 @@ INLINE void transpose16(const unit *const row[16], int at, int width, unit *out,
 }
 #endif
 
-// K of 16 keys into columns of the block: out[unit of the head][key]. Rows are D bf16 or fp32 each.
-INLINE void pack_k(const void *const rows[16], int head_dim, unit *out, const int bf16, const int pair) {
+// K of 16 keys, [16, head_dim] bf16 or fp32, into columns of the block: out[unit of the head][key].
+INLINE void pack_k(const void *keys, int head_dim, unit *out, const int bf16, const int pair) {
   const int units = bf16 ? head_dim / 2 : head_dim;
   const int split = bf16 && !pair;
-  const unit *const *row = (const unit *const *)rows;
+  const unit *rows = keys;
 #if defined(__AVX512F__)
-  for (int u = 0; u < units; u += 16)
-    transpose16(row, u, units - u < 16 ? units - u : 16, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
+  int u = 0;
+  for (; u + 16 <= units; u += 16)
+    transpose16(rows + u, units, 16, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
+  if (u < units) transpose16(rows + u, units, 8, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
 #else
   for (int u = 0; u < units; u += 4)
     for (int key = 0; key < 16; key += 4)
-      transpose4(row + key, u, out + (split ? 2 : 1) * (int64_t)u * KEYS + key, KEYS, split);
+      transpose4(rows + key * units + u, units, out + (split ? 2 : 1) * (int64_t)u * KEYS + key, KEYS, split);
 #endif
 }
 
-// V of 16 keys into rows of the block: out[key or pair of keys][head_dim].
-INLINE void pack_v(const void *const rows[16], int head_dim, unit *out, const int bf16, const int pair) {
+// V of 16 keys, [16, head_dim], into rows of the block: out[key or pair of keys][head_dim].
+INLINE void pack_v(const void *values, int head_dim, unit *out, const int bf16, const int pair) {
 #if HAVE_PAIR
   if (pair) {
-    static const uint16_t order[64] = {0, 32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                       8, 40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+    static const uint16_t order[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
                                        16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
                                        24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
-    for (int key = 0; key < 16; key += 2) {
-      const uint16_t *first = rows[key], *second = rows[key + 1];
-      unit *to = out + (int64_t)(key / 2) * head_dim;
-      int c = 0;
-      for (; c + 32 <= head_dim; c += 32) {
-        const __m512i x = _mm512_loadu_si512(first + c), y = _mm512_loadu_si512(second + c);
-        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_storeu_si512(to + c + 16, _mm512_permutex2var_epi16(x, high, y));
-      }
-      if (c < head_dim) {
-        const __m512i x = _mm512_maskz_loadu_epi16(0xffff, first + c), y = _mm512_maskz_loadu_epi16(0xffff, second + c);
-        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi16(x, low, y));
+    for (int c = 0; c + 32 <= head_dim; c += 32) {
+      const uint16_t *from = (const uint16_t *)values + c;
+#pragma GCC unroll 8
+      for (int key = 0; key < 16; key += 2) {
+        const __m512i x = _mm512_loadu_si512(from + key * head_dim), y = _mm512_loadu_si512(from + (key + 1) * head_dim);
+        _mm512_storeu_si512(out + key / 2 * head_dim + c, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(out + key / 2 * head_dim + c + 16, _mm512_permutex2var_epi16(x, high, y));
       }
     }
+    if (head_dim % 32)
+      for (int key = 0; key < 16; key += 2) {
+        const uint16_t *from = (const uint16_t *)values + (key + 1) * head_dim - 16;
+        const __m512i x = _mm512_maskz_loadu_epi16(0xffff, from), y = _mm512_maskz_loadu_epi16(0xffff, from + head_dim);
+        _mm512_storeu_si512(out + (key / 2 + 1) * head_dim - 16, _mm512_permutex2var_epi16(x, low, y));
+      }
     return;
   }
 #endif
   (void)pair;
-  for (int key = 0; key < 16; key++)
-    for (int c = 0; c < head_dim; c += VW) store(out + (int64_t)key * head_dim, c, load(rows[key], c, bf16), 0);
+  for (int i = 0; i < 16 * head_dim; i += VW) store(out, i, load(values, i, bf16), 0);
 }
 
 #endif

@@ -8,6 +8,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -43,6 +45,19 @@ INLINE vf vmax(vf a, vf b) {
 }
 
 INLINE vf vmin(vf a, vf b) { return -vmax(-a, -b); }
+
+// a · b + c. Contraction is off for the whole library, so that this is fused wherever the machine can, always or never.
+INLINE vf fma_v(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 INLINE vi lane_index(void) {
   vi index;
@@ -109,22 +124,45 @@ INLINE void store_tail(void *base, int64_t index, vf x, int n, int bf16) {
   }
 }
 
-// Pairwise in a fixed order.
+// The upper half of the lanes folded onto the lower, until one is left: a fixed order.
+#if defined(__AVX__)
+INLINE __m128 halves_sum(vf x) {
+#if defined(__AVX512F__)
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+  const __m256 y = (__m256)x;
+#endif
+  return _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+}
+
+INLINE __m128 halves_max(vf x) {
+#if defined(__AVX512F__)
+  const __m256 y = _mm256_max_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+  const __m256 y = (__m256)x;
+#endif
+  return _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+}
+
 INLINE float hsum(vf x) {
-  float lane[VW];
-  memcpy(lane, &x, sizeof lane);
-  for (int width = VW / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-  return lane[0];
+  __m128 y = halves_sum(x);
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
 INLINE float hmax(vf x) {
-  float lane[VW];
-  memcpy(lane, &x, sizeof lane);
-  for (int width = VW / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  __m128 y = halves_max(x);
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
+#else
+INLINE float hsum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+INLINE float hmax(vf x) {
+  const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+  return a > b ? a : b;
+}
+#endif
 
 // 2^x to 2 ulp; 0 below -126 (a masked -inf among them), at most 2^127, NaN for NaN.
 INLINE vf exp2_v(vf x) {
@@ -135,12 +173,12 @@ INLINE vf exp2_v(vf x) {
   const vf shifted = x + magic;
   const vf f = x - (shifted - magic);
   vf p = splat(1.5403530e-4f);
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
+  p = fma_v(p, f, splat(1.3333558e-3f));
+  p = fma_v(p, f, splat(9.6181291e-3f));
+  p = fma_v(p, f, splat(5.5504109e-2f));
+  p = fma_v(p, f, splat(2.4022651e-1f));
+  p = fma_v(p, f, splat(6.9314718e-1f));
+  p = fma_v(p, f, splat(1.0f));
   // The integer sits in the low bits of `shifted`: make it an exponent. The product keeps a NaN, bit arithmetic may not.
   const vf power = (vf)(((vu)shifted << 23) + (127u << 23));
   return (vf)((vi)(p * power) & ~tiny);
