@@ -5,18 +5,16 @@ submit or resume → take back what the dead held → engine → shards, several
 
 import signal
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from nightmill.config import Settings
 from nightmill.errors import ErrorBudgetExceededError
-from nightmill.janitor import close_due, sweep
-from nightmill.output.closer import close_part
+from nightmill.janitor import sweep
+from nightmill.output.closer import wind_up
 from nightmill.output.folder import OutputFolder
-from nightmill.output.manifest import finalize_output
 from nightmill.records import EngineOptions, JobInfo, JobOptions, JobSpec
 from nightmill.rows import job_source_schema
-from nightmill.states import TERMINAL_JOB, JobStatus, ShardState
+from nightmill.states import TERMINAL_JOB
 from nightmill.storage import open_storage
 from nightmill.store import Store
 from nightmill.submit import submit_job
@@ -57,6 +55,7 @@ class RunOptions:
     """How this process runs a job; nothing in here changes an answer."""
 
     engine: EngineOptions
+    max_model_len: int | None = None  # None: the model's
     in_process: bool = False
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
 
@@ -117,14 +116,7 @@ class EmbeddedRun:
             sweep(self._store, self._settings.workers_dir)
 
     def _wind_up(self, job: JobInfo, worker_id: str) -> bool:
-        """Write the parts of shards that may not run any more; end the job when every part stands. True: it ended."""
-        while close_due(self._store, worker_id, partial(close_part, self._store, self._model.name), job_id=job.job_id):
-            pass
-        if self._store.begin_finalize(job.job_id):
-            self._reporter.phase("writing the manifest")
-            _finalize(self._store, self._store.job(job.job_id))
-            self._store.complete_job(job.job_id)
-        return self._store.job(job.job_id).status in TERMINAL_JOB
+        return wind_up(self._store, job.job_id, worker_id, self._model.name)
 
     def _run_shards(self, job: JobInfo, worker_id: str) -> None:
         with self._drain.breakable():
@@ -178,7 +170,8 @@ class EmbeddedRun:
                 max_num_seqs=engine.max_num_seqs,
                 max_num_batched_tokens=batched,
                 enable_prefix_caching=engine.enable_prefix_caching,
-                max_model_len=NO_LIMIT,  # the runner knows its own, and the smaller one counts
+                # The runner knows its model's, and the smaller one counts.
+                max_model_len=self._run_options.max_model_len or NO_LIMIT,
             ),
             in_process=self._run_options.in_process,
             tokenizer_dir=self._model.directory,
@@ -223,21 +216,3 @@ def engine_line(name: str, info: EngineInfo) -> str:
 def _check(spec: JobSpec, sources: object) -> None:
     """Refuse an input that does not fit before anything is written."""
     plan_input(spec)
-
-
-def _finalize(store: Store, job: JobInfo) -> None:
-    states = {state for state, count in job.num_shards_by_state.items() if count}
-    success = (
-        job.status is JobStatus.FINALIZING
-        and job.error_code is None
-        and ShardState.EXPIRED not in states
-        and states != {ShardState.DISCARDED}
-    )
-    finalize_output(
-        open_storage(job.spec.output),
-        OutputFolder(job.spec.output, job.job_id),
-        store.shard_results(job.job_id),
-        spec=job.spec,
-        spec_digest=job.spec_digest,
-        success=success,
-    )

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -107,9 +107,11 @@ class ShardRun:
 
     def _run(self) -> ShardEnd:
         context, shard = self._context, self.lease.range
-        # An earlier attempt may have died between its part and its commit.
         part = find_part(context.storage, context.folder, shard, context.job.spec_digest)
-        if part is None:
+        if part is not None:  # an earlier attempt died between its part and its commit
+            self.rows_resumed = part.rows.total
+            self.progress = replace(self.progress, rows_completed=part.rows.completed, rows_failed=part.rows.failed)
+        else:
             checkpoints = CheckpointReader(context.storage, context.folder.work, shard.index)
             if not self._answer(self._resume(checkpoints)):
                 return ShardEnd.LOST if self._lost else ShardEnd.RELEASED

@@ -2,14 +2,16 @@
 
 import importlib
 import sys
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nightmill import __version__
 from nightmill.cli.show import show_error
 from nightmill.errors import ExitCode, NightmillError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 COMMANDS = {
     "status": "nightmill.cli.status:status",
@@ -73,11 +75,13 @@ class NightmillGroup(click.Group):
         return result
 
 
-def _plugins() -> list[EntryPoint]:
+def _plugins() -> "list[EntryPoint]":
+    from importlib.metadata import entry_points  # 40 ms that `status` does not need
+
     return list(entry_points(group=PLUGIN_GROUP))
 
 
-def _load(point: EntryPoint) -> click.Command:
+def _load(point: "EntryPoint") -> click.Command:
     try:
         return _command(point.load())
     except ModuleNotFoundError as error:

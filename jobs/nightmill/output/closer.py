@@ -1,13 +1,17 @@
-"""The part of a shard that nobody will compute any more: what is checkpointed, and an error row for the rest."""
+"""The end of shards that nobody will compute any more, and of jobs whose shards have all ended. Needs no model."""
+
+from functools import partial
 
 from nightmill.errors import RowErrorCode
+from nightmill.janitor import close_due
 from nightmill.output.checkpoint import read_checkpoints
 from nightmill.output.folder import OutputFolder
+from nightmill.output.manifest import finalize_output
 from nightmill.output.part import write_part
 from nightmill.output.part_rows import Unanswered
 from nightmill.records import JobInfo, ShardLease, ShardResult
 from nightmill.rows import job_source_schema
-from nightmill.states import ShardState
+from nightmill.states import TERMINAL_JOB, JobStatus, ShardState
 from nightmill.storage import open_storage
 from nightmill.store import Store
 
@@ -20,8 +24,21 @@ _REASONS = {
 }
 
 
+def wind_up(store: Store, job_id: str, worker_id: str, model_name: str) -> bool:
+    """Write the parts of shards that may not run any more; end the job when every part stands. True: it has ended.
+
+    Safe to run again after a crash, and by several at once.
+    """
+    while close_due(store, worker_id, partial(close_part, store, model_name), job_id=job_id):
+        pass
+    if store.begin_finalize(job_id):
+        finalize(store, store.job(job_id))
+        store.complete_job(job_id)
+    return store.job(job_id).status in TERMINAL_JOB
+
+
 def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -> ShardResult:
-    """Write the part of a shard leased for closing (`lease.close_as`); a ClosePart but for its first two arguments."""
+    """Write the part of a shard leased for closing: checkpointed rows, and error rows for the rest."""
     assert lease.close_as is not None
     storage = open_storage(job.spec.output)
     folder = OutputFolder(job.spec.output, job.job_id)
@@ -38,3 +55,22 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
         unanswered=_REASONS[lease.close_as],
     )
     return part.result(rows_resumed=len(durable))
+
+
+def finalize(store: Store, job: JobInfo) -> None:
+    """Write the manifest, and `_SUCCESS` for a job that will be `completed`; remove its checkpoints."""
+    states = {state for state, count in job.num_shards_by_state.items() if count}
+    success = (
+        job.status is JobStatus.FINALIZING
+        and job.error_code is None
+        and ShardState.EXPIRED not in states
+        and states != {ShardState.DISCARDED}
+    )
+    finalize_output(
+        open_storage(job.spec.output),
+        OutputFolder(job.spec.output, job.job_id),
+        store.shard_results(job.job_id),
+        spec=job.spec,
+        spec_digest=job.spec_digest,
+        success=success,
+    )

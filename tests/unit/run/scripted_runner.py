@@ -26,7 +26,9 @@ class ScriptedConfig:
     vocab_size: int = 1000
     num_pages: int = 4096
     page_size: int = 16
+    max_model_len: int = 256
     step_s: float = 0.0
+    load_s: float = 0.0
     fail_to_build: str | None = None  # model | memory | exit
     deaths_dir: Path | None = None  # a file for every death
     max_deaths: int | None = None  # no trap springs after so many (needs deaths_dir)
@@ -40,6 +42,7 @@ class ScriptedConfig:
             raise MemoryError("cannot allocate 64 GiB for the page pool")
         if self.fail_to_build == "exit":
             os._exit(7)
+        time.sleep(self.load_s)
         return ScriptedRunner(self)
 
 
@@ -51,6 +54,7 @@ class ScriptedRunner:
         self._traps = np.array(sorted(config.traps), dtype=np.int64)
         self.pool = PoolShape(num_pages=config.num_pages, page_size=config.page_size, bytes_per_token=64)
         self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_model_len
 
     def run(self, plan: StepPlan) -> StepOutput:
         if self._config.step_s:
