@@ -331,14 +331,15 @@ def test_a_death_after_durable_rows_is_not_charged(store: Store) -> None:
         assert lease.num_failures == expected
 
 
-def test_a_lost_lease_cannot_be_given_back(store: Store) -> None:
+@pytest.mark.parametrize("heir", ["w1", "w2"])
+def test_a_lost_lease_cannot_be_given_back(store: Store, heir: str) -> None:
     make_job(store, 1)
     old = claim_first(store, "w1", PAST)
     store.expire_leases()
-    new = store.claim(old.shard_id, "w2")
+    new = store.claim(old.shard_id, heir)
     assert new is not None
     assert not store.release(old, failed=True, progressed=False)
-    assert store.heartbeat("w2", {new.shard_id: ShardProgress(attempt=2)}) == frozenset()
+    assert store.heartbeat(heir, {new.shard_id: ShardProgress(attempt=2)}) == frozenset()
 
 
 def test_leases_of_the_dead_are_taken_back_at_once(store: Store) -> None:
@@ -426,7 +427,8 @@ def test_results_are_in_file_order(store: Store) -> None:
     assert [shard.range.index for shard in store.shard_results(job_id)] == [0, 1, 2]
 
 
-def test_a_stale_attempt_commits_nothing(store: Store) -> None:
+@pytest.mark.parametrize("heir", ["w1", "w2"])
+def test_a_stale_attempt_commits_nothing(store: Store, heir: str) -> None:
     job_id = make_job(store, 1).job_id
     zombie = claim_first(store, "w1", PAST)
     store.expire_leases()
@@ -434,7 +436,7 @@ def test_a_stale_attempt_commits_nothing(store: Store) -> None:
         with pytest.raises(FencedError, match="attempt 1"):
             store.commit_shard(zombie, make_result(zombie, failed=10, etag="zombie"))
         if ids := store.available_shards(1):
-            lease = store.claim(ids[0], "w2")
+            lease = store.claim(ids[0], heir)
         elif states(store, job_id) == {ShardState.LEASED: 1}:
             assert lease is not None
             store.commit_shard(lease, make_result(lease))

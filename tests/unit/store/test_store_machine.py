@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as HypothesisBundle
-from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 from tests.contract.store_jobs import SHARD_ROWS, make_job, make_result
 
 from nightmill.errors import FencedError, JobStateError
@@ -16,8 +16,7 @@ from nightmill.records import ShardLease, ShardProgress
 from nightmill.states import JOB_MOVES, SHARD_MOVES, TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState
 from nightmill.store import Store
 
-WORKERS = ("w1", "w2", "w3")
-MAX_FAILURES = 2
+WORKERS = ("w1", "w2")
 
 
 @dataclass
@@ -44,6 +43,7 @@ class ModelShard:
 
 @dataclass
 class ModelJob:
+    max_failures: int
     status: JobStatus = JobStatus.QUEUED
     failing: bool = False
     shards: dict[int, ModelShard] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ModelJob:
     def reason_to_close(self, shard: ModelShard) -> ShardState | None:
         if self.status is JobStatus.CANCELLING or self.failing:
             return ShardState.CANCELLED
-        return ShardState.DISCARDED if shard.num_failures >= MAX_FAILURES else None
+        return ShardState.DISCARDED if shard.num_failures >= self.max_failures else None
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -67,11 +67,16 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.store = _shared_store()
 
-    @initialize(num_shards=st.integers(1, 3))
-    def submit(self, num_shards: int) -> None:
-        self.job_id = make_job(self.store, num_shards, max_failures=MAX_FAILURES).job_id
+    @initialize(
+        num_shards=st.integers(1, 2),
+        max_failures=st.integers(1, 6),
+        endings=st.sets(st.sampled_from(["cancel", "fail"])),
+    )
+    def submit(self, num_shards: int, max_failures: int, endings: set[str]) -> None:
+        self.endings = endings  # most histories are about leases
+        self.job_id = make_job(self.store, num_shards, max_failures=max_failures).job_id
         self.ids = self.store.available_shards(100, self.job_id)
-        self.job = ModelJob(shards={shard_id: ModelShard() for shard_id in self.ids})
+        self.job = ModelJob(max_failures=max_failures, shards={shard_id: ModelShard() for shard_id in self.ids})
 
     def _holds(self, lease: ShardLease) -> bool:
         shard = self.job.shards[lease.shard_id]
@@ -88,13 +93,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.job.status = JobStatus.IN_PROGRESS
 
     @rule(
-        target=leases, pick=st.integers(0, 2), worker_id=st.sampled_from(WORKERS), ttl_s=st.sampled_from([-1.0, 60.0])
+        target=leases, pick=st.integers(0, 1), worker_id=st.sampled_from(WORKERS), ttl_s=st.sampled_from([-1.0, 60.0])
     )
     def claim(self, pick: int, worker_id: str, ttl_s: float) -> object:
         shard_id = self.ids[pick % len(self.ids)]
         shard = self.job.shards[shard_id]
         lease = self.store.claim(shard_id, worker_id, ttl_s)
-        can = self.job.may_run and shard.state is ShardState.AVAILABLE and shard.num_failures < MAX_FAILURES
+        can = self.job.may_run and shard.state is ShardState.AVAILABLE and shard.num_failures < self.job.max_failures
         assert (lease is not None) == can
         if lease is None:
             return multiple()
@@ -169,6 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         for shard in held:
             shard.take_back(charge=True)
 
+    @precondition(lambda self: "cancel" in self.endings)
     @rule()
     def cancel(self) -> None:
         if JobStatus.CANCELLING in JOB_MOVES[self.job.status]:
@@ -180,6 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(JobStateError):
                 self.store.cancel(self.job_id)
 
+    @precondition(lambda self: "fail" in self.endings)
     @rule()
     def fail(self) -> None:
         self.store.fail_job(self.job_id, "error_budget_exceeded", "too many")
@@ -218,7 +225,7 @@ class StoreMachine(RuleBasedStateMachine):
         runnable = [
             shard_id
             for shard_id, shard in self.job.shards.items()
-            if self.job.may_run and shard.state is ShardState.AVAILABLE and shard.num_failures < MAX_FAILURES
+            if self.job.may_run and shard.state is ShardState.AVAILABLE and shard.num_failures < self.job.max_failures
         ]
         assert self.store.available_shards(100, self.job_id) == runnable
         assert self.store.stop_requested([self.job_id]) == (frozenset() if self.job.may_run else {self.job_id})
@@ -253,7 +260,7 @@ def _close_shared_store() -> object:
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
