@@ -18,8 +18,14 @@ from nightmill.errors import ModelError, RowError, RowErrorCode
 class ChatTemplate:
     """One compiled template."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """Compile; `variables` are special tokens by role (bos_token, …).
+    def __init__(self, source: str, variables: Mapping[str, str], *, now: datetime | None = None) -> None:
+        """Compile.
+
+        Args:
+            source: Jinja.
+            variables: Special tokens by role (bos_token, …).
+            now: What templates that print today's date see; None: the clock. A job resumed on another day has the
+                same prompts only when this is fixed.
 
         Raises:
             ModelError: not a valid template.
@@ -27,7 +33,7 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
         try:
-            self._compiled = _environment().from_string(source)
+            self._compiled = _environment(now).from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template is not valid: {error}", hint="use --no-chat") from error
 
@@ -50,7 +56,9 @@ class ChatTemplate:
             raise RowError(RowErrorCode.TEMPLATE_ERROR, f"the chat template refused the messages: {e}") from e
 
 
-def load_chat_template(directory: Path, config: Mapping[str, Any], variables: Mapping[str, str]) -> ChatTemplate | None:
+def load_chat_template(
+    directory: Path, config: Mapping[str, Any], variables: Mapping[str, str], *, now: datetime | None = None
+) -> ChatTemplate | None:
     """The default template: of chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     jinja_file = directory / "chat_template.jinja"
     json_file = directory / "chat_template.json"
@@ -64,7 +72,7 @@ def load_chat_template(directory: Path, config: Mapping[str, Any], variables: Ma
         source = {entry["name"]: entry["template"] for entry in source}
     if isinstance(source, dict):
         source = source.get("default")
-    return ChatTemplate(source, variables) if source else None
+    return ChatTemplate(source, variables, now=now) if source else None
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,13 +94,13 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
     return environment
 
 

@@ -2,13 +2,25 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nightmill.errors import ModelError
 from nightmill_worker.feed.template import ChatTemplate, load_chat_template
 
+_LONGEST_CHARACTER = 4  # bytes in UTF-8
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: themselves where printable, else from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -29,11 +41,15 @@ class Tokenizer:
         self._template = template
         self.special_tokens = dict(special_tokens)  # by role: bos_token, eos_token, …
         self.eos_token_ids = eos_token_ids
-        self.bos_token_id: int | None = backend.token_to_id(self.special_tokens.get("bos_token", ""))
+        bos = self.special_tokens.get("bos_token")
+        self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
+        self.is_byte_level = b"ByteLevel" in backend.decoder.__getstate__() if backend.decoder else False
 
     @classmethod
-    def load(cls, directory: Path | str) -> "Tokenizer":
+    def load(cls, directory: Path | str, *, now: datetime | None = None) -> "Tokenizer":
         """Read `tokenizer.json`, `tokenizer_config.json`, the chat template and the EOS ids.
+
+        `now` is the date that chat templates see (see `ChatTemplate`).
 
         Raises:
             ModelError: a file is missing or damaged.
@@ -46,7 +62,7 @@ class Tokenizer:
         _set_template(backend, config, named)
         backend.no_truncation()
         backend.no_padding()
-        template = load_chat_template(directory, config, named)
+        template = load_chat_template(directory, config, named, now=now)
         return cls(backend, special_tokens=named, eos_token_ids=_eos_ids(directory, backend, named), template=template)
 
     @property
@@ -58,6 +74,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """True when `render_chat` can be used."""
         return self._template is not None
+
+    @property
+    def template_source(self) -> str:
+        """The chat template itself; empty without one."""
+        return "" if self._template is None else self._template.source
 
     @property
     def backend(self) -> Any:
@@ -84,6 +105,25 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids without special tokens; spaces stay as the tokens have them."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+    def pending_bytes(self, token_ids: Sequence[int]) -> int:
+        """How many bytes of an unfinished UTF-8 character the ids end with (0 when they end with a whole one)."""
+        tail = b"".join(self._token_bytes(token_id) for token_id in token_ids[-_LONGEST_CHARACTER:])
+        for length in range(1, min(len(tail), _LONGEST_CHARACTER - 1) + 1):
+            byte = tail[-length]
+            if byte & 0b1100_0000 == 0b1000_0000:  # a continuation: the lead is further left
+                continue
+            needed = 2 if byte >> 5 == 0b110 else 3 if byte >> 4 == 0b1110 else 4 if byte >> 3 == 0b11110 else 1
+            return length if needed > length else 0
+        return 0
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        if self.is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.encode()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -13,7 +13,7 @@ from nightmill_worker.model.cache import cached_directory
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
 
-def bucket_model(uri: str, with_weights: bool, progress: Callable[[str], None]) -> Path:
+def bucket_model(uri: str, cache: Path, with_weights: bool, progress: Callable[[str], None]) -> Path:
     """Return a local copy of the model's files directly under the prefix.
 
     The key holds every object's name, size and ETag: a changed object makes a new copy.
@@ -45,7 +45,7 @@ def bucket_model(uri: str, with_weights: bool, progress: Callable[[str], None]) 
                 progress(f"copying {uri.rstrip('/')}/{name} ({number} of {len(files)}, {entry['Size'] >> 20} MiB)")
                 client.download_file(bucket, entry["Key"], str(directory / name))
 
-        return cached_directory(key, build)
+        return cached_directory(cache, key, build)
     except (ClientError, BotoCoreError, Boto3Error) as error:
         raise ModelError(f"{uri} could not be read: {error}", hint=_hint()) from error
 

@@ -11,17 +11,8 @@ from tempfile import mkdtemp
 from nightmill.errors import ModelError
 
 
-def cache_root() -> Path:
-    """`$NIGHTMILL_CACHE`, else `$XDG_CACHE_HOME/nightmill`, else `~/.cache/nightmill`."""
-    chosen = os.environ.get("NIGHTMILL_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg).expanduser() if xdg else Path.home() / ".cache") / "nightmill"
-
-
-def cached_directory(key: str, build: Callable[[Path], None], *, root: Path | None = None) -> Path:
-    """Return the entry `key`, calling `build(empty directory)` first when it is not there.
+def cached_directory(root: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """Return the entry `key` of the cache at `root`, calling `build(empty directory)` first when it is not there.
 
     An entry's name exists only after every file in it has reached the disk: whoever sees the directory may use it.
     Several processes may ask at once: one builds, the others wait for it (the lock goes with the process that held
@@ -30,7 +21,6 @@ def cached_directory(key: str, build: Callable[[Path], None], *, root: Path | No
     Raises:
         ModelError: the cache cannot be written. Errors of `build` pass through, and leave nothing behind.
     """
-    root = root or cache_root()
     final = root / "models" / key
     if final.is_dir():
         return final

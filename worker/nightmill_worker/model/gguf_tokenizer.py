@@ -1,17 +1,16 @@
 """A GGUF file's tokenizer, built from what the file says."""
 
-import logging
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from nightmill.errors import ModelError
 from nightmill_worker.model.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-logger = logging.getLogger(__name__)
-
+_SPACE_MARK = "\u2581"
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<turn|>")
 
@@ -64,19 +63,12 @@ class GgufMetadata:
 
     @property
     def pre_tokenizer(self) -> PreTokenizer:
-        """What `tokenizer.ggml.pre` stands for.
+        """What `tokenizer.ggml.pre` stands for; a file without it was made before there was more than one.
 
         Raises:
             ModelError: a name we do not know. Guessing would give wrong tokens without any sign of it.
         """
-        name = self.tokenizer("pre")
-        if name is None:
-            logger.warning(
-                "%s does not name its pre-tokenizer (it was made by an old converter): using llama.cpp's default; "
-                "answers may be worse than the model's",
-                self.name,
-            )
-            return PRE_TOKENIZERS["default"]
+        name = self.tokenizer("pre", "default")
         if name not in PRE_TOKENIZERS:
             raise ModelError(
                 f"{self.name} uses the pre-tokenizer {name!r}, which is not known here: its text would be cut into "
@@ -138,6 +130,35 @@ def build_byte_level_tokenizer(metadata: GgufMetadata) -> Any:
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
     return tokenizer
+
+
+def mend_sentencepiece(tokenizer: Any, metadata: GgufMetadata) -> Any:
+    """Return the tokenizer with what the file (and for Phi-3, the model) wants otherwise than its class does.
+
+    With `add_space_prefix`, as in Llama 2, every piece of text between special tokens gets a space mark in front,
+    also one that begins with a space; transformers' conversion leaves that one alone, and the ids differ.
+    """
+    spaces = normalizers.Replace(" ", _SPACE_MARK)
+    if metadata.tokenizer("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
+        strip = [decoders.Strip(" ", 1, 0)]
+    else:
+        tokenizer.normalizer = spaces
+        strip = []
+    tokenizer.pre_tokenizer = None
+    back = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(back)
+    if metadata.fields.get("general.architecture") == "phi3":
+        return _eating_space_behind(tokenizer)
+    return tokenizer
+
+
+def _eating_space_behind(tokenizer: Any) -> Any:
+    """Phi-3's added tokens take the white space behind them: its chat template writes a line end there."""
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def set_template(tokenizer: Any, metadata: GgufMetadata) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from nightmill.config import Settings
 from nightmill.errors import ModelError
 from nightmill.records import ModelSpec
 from nightmill_worker.model import demo
@@ -30,17 +31,22 @@ class ResolvedModel:
     has_weights: bool
 
 
-def resolve_model(spec: ModelSpec, *, progress: Callable[[str], None] | None = None) -> ResolvedModel:
+def resolve_model(
+    spec: ModelSpec, *, settings: Settings | None = None, progress: Callable[[str], None] | None = None
+) -> ResolvedModel:
     """Find or fetch the model, and check that the directory holds what its load format needs.
 
     `--load-format dummy` needs a configuration and a tokenizer only; weights are not fetched.
 
+    `settings` (from the environment when not given) says where the cache is; `progress` gets a line per thing done.
+
     Raises:
         ModelError: no such model; says what was tried and what to do.
     """
+    settings = settings or Settings.from_env()
     progress = progress or (lambda message: None)
     with_weights = spec.load_format != "dummy"
-    directory, name = _locate(spec, with_weights, progress)
+    directory, name = _locate(spec, settings, with_weights, progress)
     _check(directory, spec.model, with_weights)
     return ResolvedModel(
         directory=directory,
@@ -50,21 +56,23 @@ def resolve_model(spec: ModelSpec, *, progress: Callable[[str], None] | None = N
     )
 
 
-def _locate(spec: ModelSpec, with_weights: bool, progress: Callable[[str], None]) -> tuple[Path, str]:
+def _locate(
+    spec: ModelSpec, settings: Settings, with_weights: bool, progress: Callable[[str], None]
+) -> tuple[Path, str]:
     model = spec.model
     if spec.revision is not None and (model == "demo" or model.startswith("s3://") or Path(model).exists()):
         raise ModelError(f"--revision is for hub models; {model} has none", hint="leave --revision out")
     if model == "demo":
-        return demo.demo_model(progress), demo.NAME
+        return demo.demo_model(settings.cache, settings.demo_wheel, progress), demo.NAME
     if model.startswith("s3://"):
-        return bucket_model(model, with_weights, progress), model.rstrip("/").rsplit("/", 1)[-1]
+        return bucket_model(model, settings.cache, with_weights, progress), model.rstrip("/").rsplit("/", 1)[-1]
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve(), path.resolve().name
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{model} is a file, but not a .gguf file", hint=f"--model takes {_KINDS}")
-        return gguf_model(path.resolve(), progress), path.stem
+        return gguf_model(path.resolve(), settings.cache, progress), path.stem
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or not _is_hub_id(model):
         raise ModelError(f"there is no model at {path}", hint=f"--model takes {_KINDS}")
     return hub_model(model, spec.revision, with_weights, progress), model
