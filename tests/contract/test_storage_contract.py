@@ -221,6 +221,16 @@ def test_sweep_removes_what_a_killed_write_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".nightmill-mine", "empty"]
 
 
+def test_sweep_leaves_what_is_being_written(tmp_path: Path) -> None:
+    """Two processes end one job: the first must not sweep the second's manifest away."""
+    storage = LocalStorage()
+    with storage.stage(str(tmp_path / "x")) as staged:
+        staged.file.write(b"data")
+        storage.sweep(str(tmp_path))
+        staged.create()
+    assert read(storage, str(tmp_path / "x")) == b"data"
+
+
 @pytest.mark.parametrize("when", ["write", "fsync"])
 def test_full_disk_is_explained_and_leaves_nothing(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:

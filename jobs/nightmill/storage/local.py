@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -83,10 +84,10 @@ class LocalStorage:
             Path(absolute(uri)).unlink(missing_ok=True)
 
     def sweep(self, folder: str) -> None:
-        """Remove temporaries below `folder`."""
+        """Remove temporaries below `folder` whose writer is dead."""
         with _explained(folder, "clean"):
             for path in list(_walk(Path(absolute(folder)))):
-                if _is_temporary(path.name):
+                if _is_temporary(path.name) and not _is_being_written(path):
                     path.unlink(missing_ok=True)
 
     def remove_empty_folders(self, folder: str) -> None:
@@ -109,6 +110,8 @@ class LocalStagedObject:
             _make_folder(self._path.parent)
             # Buffered: a raw file may write less than it was given, and Arrow does not look.
             self._file = self._temporary.open("xb")
+            # Tells a sweep that somebody is writing here; the kernel lets go of it when the process dies.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def file(self) -> BinaryIO:
@@ -159,9 +162,9 @@ class LocalStagedObject:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._temporary.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what create() did not flush is not wanted any more
             self._file.close()
-        self._temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise _explain(error, self._uri, "write") from error
 
@@ -208,6 +211,17 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def _is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
+
+
+def _is_being_written(temporary: Path) -> bool:
+    try:
+        with temporary.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _make_folder(folder: Path) -> None:

@@ -51,9 +51,9 @@ print(count, sizes[len(sizes) // 4], sizes[-1])
 
 
 def write_column(path: Path, rows: int, row_bytes: int) -> None:
-    """One row group, one column of rows * row_bytes; every value differs, so that nothing is stored once."""
+    """One row group, one column of rows * row_bytes, neither compressed nor stored once."""
     schema = pa.schema([("prompt", pa.string())])
-    with pq.ParquetWriter(path, schema, use_dictionary=False, compression="zstd", write_batch_size=16) as writer:
+    with pq.ParquetWriter(path, schema, use_dictionary=False, compression="none", write_batch_size=16) as writer:
         chunks = [pa.array([f"{row} " + "lorem ipsum " * (row_bytes // 12)]) for row in range(rows)]
         writer.write_table(pa.table([pa.chunked_array(chunks)], schema=schema), row_group_size=rows)
 

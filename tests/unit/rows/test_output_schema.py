@@ -136,6 +136,17 @@ def test_case_I009_a_missing_column_names_both_files() -> None:
             unify_schemas(pair)
 
 
+def test_case_I009_a_column_is_nullable_when_it_is_so_anywhere() -> None:
+    def schemas(nullable: bool) -> pa.Schema:
+        inner = pa.field("m", pa.int8(), nullable=nullable)
+        kinds = [pa.int8(), pa.struct([inner]), pa.list_(inner)]
+        return pa.schema([pa.field(str(n), kind, nullable=nullable) for n, kind in enumerate(kinds)])
+
+    for first, second in ((False, True), (True, False)):
+        assert unify_schemas([("f1", schemas(first)), ("f2", schemas(second))]).equals(schemas(True))
+    assert unify_schemas([("f1", schemas(False)), ("f2", schemas(False))]).equals(schemas(False))
+
+
 def test_dictionaries_and_their_values() -> None:
     coded = pa.schema([("c", pa.dictionary(pa.int8(), pa.string()))])
     assert unify_schemas([("f1", coded), ("f2", coded)]).equals(coded)
