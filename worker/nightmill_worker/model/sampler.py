@@ -4,7 +4,8 @@ Every row's result depends on that row alone: a mixed batch equals its rows draw
 value, so tokens that tie with the last one kept are kept too.
 """
 
-from dataclasses import dataclass
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,42 +15,14 @@ from torch import Tensor
 from nightmill_kernels.argmax import argmax
 from nightmill_worker.engine.request import TokenLogprobs
 from nightmill_worker.engine.step import SampleBatch, StepOutput
-from nightmill_worker.model.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel_at, gumbel_row
+from nightmill_worker.model.draw import RandomRows, draw
 
 GREEDY_BELOW = 1e-5
 """A temperature below it takes the highest logit, ties to the lowest token id."""
 
-# First guess at how many candidates hold top_p of the probability, and what it grows by where they do not.
-_TOP_P_CANDIDATES = 128
-_TOP_P_GROWTH = 8
-# Rows with more survivors than this share of the vocabulary draw noise for all of it, four ids per Philox block.
-_DENSE_SHARE = 0.25
-# Elements of noise computed at once: the intermediate words stay in the cache.
-_NOISE_CHUNK = 1 << 17
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomRows:
-    """The parameters of the rows that draw at random: 1-D tensors of equal length."""
-
-    temperature: Tensor  # float32
-    min_p: Tensor  # float32
-    top_k: Tensor  # int64, 0 = all
-    top_p: Tensor  # float32
-    seed: Tensor  # int64: the bits of the unsigned seed
-    position: Tensor  # int64
-
-    @classmethod
-    def of(cls, batch: SampleBatch, rows: NDArray[np.int64], device: torch.device) -> "_RandomRows":
-        """Select `rows` of the batch."""
-        return cls(
-            temperature=torch.from_numpy(batch.temperature[rows]).to(device),
-            min_p=torch.from_numpy(batch.min_p[rows]).to(device),
-            top_k=torch.from_numpy(batch.top_k[rows].astype(np.int64)).to(device),
-            top_p=torch.from_numpy(batch.top_p[rows]).to(device),
-            seed=torch.from_numpy(batch.seed[rows].view(np.int64)).to(device),
-            position=torch.from_numpy(batch.position[rows].astype(np.int64)).to(device),
-        )
+# Logits worked on at once, as float32: a few MB stay in the cache, and a large batch needs no second copy of itself.
+_CHUNK_ELEMENTS = 1 << 19
+_ARRAYS = tuple(f.name for f in fields(SampleBatch) if f.name not in ("any_random", "history", "banned"))
 
 
 def sample(logits: Tensor, batch: SampleBatch) -> StepOutput:
@@ -62,22 +35,50 @@ def sample(logits: Tensor, batch: SampleBatch) -> StepOutput:
     Returns:
         Tokens, the logprobs that were asked for, and the rows whose logits allow no draw (their token is 0).
     """
-    asked = batch.num_logprobs >= 0
-    if batch.any_random or batch.banned or batch.history or asked.any():
-        logits = logits.float()
+    num_rows, vocab_size = logits.shape
+    if not (batch.any_random or batch.banned or batch.history or (batch.num_logprobs >= 0).any()):
+        return _greedy(logits, batch)
+    output = StepOutput(tokens=np.empty(num_rows, np.int32))
+    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+    for start in range(0, num_rows, step):
+        part = _sample_chunk(logits[start : start + step].float(), _rows(batch, start, start + step))
+        output.tokens[start : start + step] = part.tokens
+        output.logprobs.update({start + row: value for row, value in part.logprobs.items()})
+        output.failed.update({start + row: value for row, value in part.failed.items()})
+    return output
+
+
+def _rows(batch: SampleBatch, start: int, stop: int) -> SampleBatch:
+    """The batch of rows [start, stop)."""
+    sliced: dict[str, Any] = {name: getattr(batch, name)[start:stop] for name in _ARRAYS}
+    return replace(
+        batch,
+        **sliced,
+        history={row - start: value for row, value in batch.history.items() if start <= row < stop},
+        banned={row - start: value for row, value in batch.banned.items() if start <= row < stop},
+    )
+
+
+def _sample_chunk(logits: Tensor, batch: SampleBatch) -> StepOutput:
     _ban(logits, batch)
     _penalise(logits, batch)
+    output = _greedy(logits, batch)
+    is_drawable = np.ones(len(output.tokens), dtype=bool)
+    is_drawable[list(output.failed)] = False
+    rows = np.flatnonzero((batch.temperature >= GREEDY_BELOW) & is_drawable)
+    if rows.size:
+        random_logits = logits if rows.size == len(logits) else logits[torch.from_numpy(rows)]
+        output.tokens[rows] = draw(random_logits, RandomRows.of(batch, rows, logits.device)).cpu().numpy()
+    asked = np.flatnonzero((batch.num_logprobs >= 0) & is_drawable)
+    output.logprobs.update(_logprobs(logits, output.tokens, batch, asked))
+    return output
+
+
+def _greedy(logits: Tensor, batch: SampleBatch) -> StepOutput:
     tokens: NDArray[np.int32] = argmax(logits).cpu().numpy()
-    is_drawable = tokens >= 0
-    failed = {int(row): _reason(logits[row], int(row), batch) for row in np.flatnonzero(~is_drawable)}
-    tokens[~is_drawable] = 0
-    if batch.any_random:
-        rows = np.flatnonzero((batch.temperature >= GREEDY_BELOW) & is_drawable)
-        if rows.size:
-            drawn = _draw(logits[torch.from_numpy(rows)], _RandomRows.of(batch, rows, logits.device))
-            tokens[rows] = drawn.cpu().numpy()
-    logprobs = _logprobs(logits, tokens, batch, np.flatnonzero(asked & is_drawable))
-    return StepOutput(tokens=tokens, logprobs=logprobs, failed=failed)
+    failed = {int(row): _reason(logits[row], int(row), batch) for row in np.flatnonzero(tokens < 0)}
+    tokens[tokens < 0] = 0
+    return StepOutput(tokens=tokens, failed=failed)
 
 
 def _reason(logits: Tensor, row: int, batch: SampleBatch) -> str:
@@ -94,97 +95,18 @@ def _ban(logits: Tensor, batch: SampleBatch) -> None:
 
 def _penalise(logits: Tensor, batch: SampleBatch) -> None:
     """Repetition looks at prompt and completion; presence and frequency at the completion, as OpenAI defines them."""
-    vocab_size = logits.shape[-1]
     for row, (history, prompt_length) in batch.history.items():
         line = logits[row]
-        seen = torch.from_numpy(history.astype(np.int64))
         repetition = float(batch.repetition_penalty[row])
         if repetition != 1.0:
-            ids = torch.unique(seen)
+            ids = torch.from_numpy(np.unique(history).astype(np.int64))
             values = line[ids]
             line[ids] = torch.where(values > 0, values / repetition, values * repetition)
         presence, frequency = float(batch.presence_penalty[row]), float(batch.frequency_penalty[row])
         if presence or frequency:
-            counts = torch.bincount(seen[prompt_length:], minlength=vocab_size).to(line)
-            line -= frequency * counts + presence * (counts > 0)
-
-
-def _draw(scaled: Tensor, rows: _RandomRows) -> Tensor:
-    """int64 [n]: argmax of logit / temperature + Gumbel noise over what the filters leave; `scaled` is overwritten."""
-    scaled /= rows.temperature[:, None]
-    highest = scaled.amax(dim=-1)
-    cut = torch.maximum(highest + rows.min_p.log(), _top_k_cut(scaled, rows.top_k))
-    cut = torch.maximum(cut, _top_p_cut(scaled, cut, rows.top_p))
-    # What lies further below the maximum than any noise can make up for need not be looked at.
-    cut = torch.maximum(cut, highest - (MAX_GUMBEL - MIN_GUMBEL))
-    survives = scaled >= cut[:, None]
-    is_dense = survives.sum(dim=-1) > _DENSE_SHARE * scaled.shape[-1]
-    drawn = torch.empty_like(rows.seed)
-    for selected, draw in ((is_dense, _draw_dense), (~is_dense, _draw_sparse)):
-        index = selected.nonzero().squeeze(-1)
-        if len(index):
-            drawn[index] = draw(scaled, survives, rows, index)
-    return drawn
-
-
-def _top_k_cut(scaled: Tensor, top_k: Tensor) -> Tensor:
-    """[n]: the k-th highest logit, −inf where k = 0 or k ≥ V. Rows of like k share one partial sort."""
-    cut = torch.full_like(scaled[:, 0], -torch.inf)
-    limited = (top_k > 0) & (top_k < scaled.shape[-1])
-    bucket = torch.where(limited, top_k.clamp(min=64).double().log2().ceil().long(), -1)
-    for power in torch.unique(bucket).tolist():
-        if power < 0:
-            continue
-        index = (bucket == power).nonzero().squeeze(-1)
-        wanted = top_k[index]
-        highest = scaled[index].topk(int(wanted.max()), dim=-1).values
-        cut[index] = highest.gather(-1, wanted[:, None] - 1).squeeze(-1)
-    return cut
-
-
-def _top_p_cut(scaled: Tensor, cut: Tensor, top_p: Tensor) -> Tensor:
-    """[n]: the lowest logit of the smallest set of survivors of `cut` that holds top_p of their probability."""
-    result = torch.full_like(cut, -torch.inf)
-    index = (top_p < 1.0).nonzero().squeeze(-1)
-    candidates = _TOP_P_CANDIDATES
-    while len(index):
-        candidates = min(candidates, scaled.shape[-1])
-        logits = scaled[index]
-        logits[logits < cut[index, None]] = -torch.inf
-        values, ids = logits.topk(candidates, dim=-1)
-        # Softmax over the whole row, never over the candidates: the result must not depend on how many there are.
-        mass = logits.softmax(dim=-1).gather(-1, ids).double()
-        up_to = mass.cumsum(dim=-1)
-        kept = ((up_to - mass) < top_p[index, None]).sum(dim=-1).clamp(min=1)
-        result[index] = values.gather(-1, kept[:, None] - 1).squeeze(-1)
-        if candidates == scaled.shape[-1]:
-            break
-        index = index[up_to[:, -1] < top_p[index]]
-        candidates *= _TOP_P_GROWTH
-    return result
-
-
-def _draw_dense(scaled: Tensor, survives: Tensor, rows: _RandomRows, index: Tensor) -> Tensor:
-    vocab_size = scaled.shape[-1]
-    drawn = torch.empty_like(index)
-    step = max(1, _NOISE_CHUNK // vocab_size)
-    for start in range(0, len(index), step):
-        part = index[start : start + step]
-        noisy = gumbel_row(rows.seed[part], rows.position[part], vocab_size)
-        noisy += scaled[part]
-        drawn[start : start + step] = noisy.masked_fill_(~survives[part], -torch.inf).argmax(dim=-1)
-    return drawn
-
-
-def _draw_sparse(scaled: Tensor, survives: Tensor, rows: _RandomRows, index: Tensor) -> Tensor:
-    """As dense, with noise for the survivors only."""
-    row, token = survives[index].nonzero(as_tuple=True)
-    owner = index[row]
-    noisy = scaled[owner, token] + gumbel_at(rows.seed[owner], rows.position[owner], token)
-    best = torch.full_like(scaled[index, 0], -torch.inf).scatter_reduce_(0, row, noisy, "amax")
-    wins = noisy == best[row]
-    nobody = torch.full_like(index, scaled.shape[-1])
-    return nobody.scatter_reduce_(0, row[wins], token[wins], "amin")
+            drawn, counts = np.unique(history[prompt_length:], return_counts=True)
+            penalty = torch.from_numpy((frequency * counts + presence).astype(np.float32)).to(line.device)
+            line[torch.from_numpy(drawn.astype(np.int64))] -= penalty
 
 
 def _logprobs(
