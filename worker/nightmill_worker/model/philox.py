@@ -53,7 +53,7 @@ def gumbel_row(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Float32: the Gumbel noise of single token ids, equal to gumbel_row's. int64 arguments, broadcast to token_ids' shape."""
+    """Float32, shaped as token_ids: the noise of single ids, equal to gumbel_row's. int64 arguments, broadcast."""
     words = torch.stack(philox(_counter(token_ids >> 2, positions), _key(seeds)), dim=-1)
     return _gumbel(words.gather(-1, (token_ids & 3)[..., None]).squeeze(-1))
 
