@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from nightmill.errors import ValidationError
+from nightmill.errors import StorageError, ValidationError
 from nightmill.reader import Extent, num_rows, open_source
 from nightmill.reader.formats import SUFFIXES
 from nightmill.records import ShardRange, SourceFile
@@ -30,7 +30,7 @@ def list_sources(
     that a job whose output lies inside its input sees the same files when it resumes.
 
     Raises:
-        ValidationError: an input does not exist, holds no file of ours, or all files together have no row.
+        ValidationError: an input does not exist, is not readable, holds no input file, or all together have no row.
     """
     found: dict[str, SourceFile] = {}
     for name in inputs:
@@ -102,7 +102,7 @@ def _expand(name: str, output: str | None, storage: Storage, given: str) -> Iter
     visible = [uri for uri in uris if not _is_hidden(uri, root) and not (output and _is_below(uri, output))]
     if not visible:
         raise ValidationError(
-            f"{given} names no input file",
+            f"{given}: there is no such file, nor a folder or glob with input files in it",
             hint="Give a Parquet or .jsonl file, a folder that holds some, or a quoted glob.",
         )
     yield from visible
@@ -133,8 +133,11 @@ def _describe(uri: str, storage: Storage) -> SourceFile:
         uri.encode("utf-8")
     except UnicodeEncodeError:
         raise ValidationError(f"{uri!r}: the file's name is not valid UTF-8", hint="Rename it.") from None
-    with open_source(uri, storage) as source:
-        return SourceFile(uri=uri, num_rows=num_rows(source), size_bytes=info.size_bytes, etag=info.etag)
+    try:
+        with open_source(uri, storage) as source:
+            return SourceFile(uri=uri, num_rows=num_rows(source), size_bytes=info.size_bytes, etag=info.etag)
+    except StorageError as error:  # before anything is submitted it is the input that does not fit
+        raise ValidationError(error.message, hint=error.hint) from error
 
 
 def _cut(extents: Sequence[Extent], shard_rows: int, shard_bytes: int) -> Iterator[tuple[int, int]]:

@@ -288,12 +288,30 @@ def test_without_hard_links_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         create(LocalStorage(), str(tmp_path / "x"), b"")
 
 
+def test_list_follows_links_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "a" / "x").write_text("")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "data")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
+    storage = LocalStorage()
+    assert [info.uri for info in storage.list(str(tmp_path / "in"))] == [f"{tmp_path}/in/linked/a/x"]
+    (tmp_path / "in" / ".#lock").symlink_to("nowhere")
+    assert len(storage.list(str(tmp_path / "in"))) == 1
+    (tmp_path / "in" / "gone.parquet").symlink_to("nowhere")
+    with pytest.raises(StorageError, match=r"gone\.parquet is a link"):
+        storage.list(str(tmp_path / "in"))
+
+
 def test_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
     assert absolute("a/../b") == str(tmp_path / "b")
     assert absolute("file:///data/x") == "/data/x"
     assert absolute("~/x") == "/home/somebody/x"
+    with pytest.raises(StorageError, match="empty"):
+        absolute("")
     with pytest.raises(StorageError, match="gopher://"):
         absolute("gopher://x/y")
     with pytest.raises(StorageError, match="gopher://"):

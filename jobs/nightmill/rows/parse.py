@@ -73,20 +73,19 @@ def custom_ids(batch: RowBatch, spec: JobSpec) -> list[str]:
     name = source_name(spec.inputs, batch.source_file)
     given: list[Any] = [None] * batch.num_rows
     if "custom_id" in batch.columns.schema.names:
-        given = [cell.value for cell in _column_cells(batch.columns.column("custom_id"))]
+        given = _values(batch.columns.column("custom_id"))
     return [
-        f"{name}#{batch.row_start + position}" if value is None else sanitized(str(value))
-        for position, value in enumerate(given)
+        # Arrow text has no surrogates: NUL is all that can be wrong with it.
+        f"{name}#{row_index}" if value is None else str(value).replace("\x00", "\ufffd")
+        for row_index, value in enumerate(given, start=batch.row_start)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
-    value: Any
-    problem: str | None = None  # bytes that are no text
+class _BadCell:
+    """Stands for a nested value that holds bytes that are no text."""
 
-
-_NOTHING = _Cell(None)
+    problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +96,23 @@ class _Request:
     chat: bool | None = None
 
 
-def _table_row(cells: dict[str, _Cell], columns: InputColumns, defaults: SamplingParams) -> _Request:
-    response_format = cells.get(columns.response_format or "", _NOTHING)
-    _refuse_response_format(response_format.value)
-    sampling = _sampling(defaults, cells.get(columns.sampling_params or "", _NOTHING))
+def _table_row(cells: dict[str, Any], columns: InputColumns, defaults: SamplingParams) -> _Request:
+    if columns.response_format is not None:
+        _refuse_response_format(cells[columns.response_format])
+    sampling = defaults
+    if columns.sampling_params is not None:
+        sampling = _sampling(defaults, cells[columns.sampling_params])
     if columns.prompt is not None:
-        return _Request(prompt=_prompt(cells[columns.prompt].value), sampling=sampling)
+        return _Request(prompt=_prompt(cells[columns.prompt]), sampling=sampling)
     assert columns.messages is not None
-    cell = cells[columns.messages]
-    if cell.problem is not None:
-        raise RowError(RowErrorCode.INVALID_MESSAGES, cell.problem)
-    return _Request(messages=clean_messages(cell.value), sampling=sampling)
+    value = cells[columns.messages]
+    if isinstance(value, _BadCell):
+        raise RowError(RowErrorCode.INVALID_MESSAGES, value.problem)
+    return _Request(messages=clean_messages(value), sampling=sampling)
 
 
-def _openai_row(cells: dict[str, _Cell], defaults: SamplingParams) -> _Request:
-    request = parse_request(cells["url"].value, cells["body"].value)
+def _openai_row(cells: dict[str, Any], defaults: SamplingParams) -> _Request:
+    request = parse_request(cells["url"], cells["body"])
     _refuse_response_format(request.response_format)
     sampling = merge_sampling(defaults, request.sampling)
     if request.chat:
@@ -129,10 +130,9 @@ def _prompt(value: str | None) -> str:
     return sanitized(value)
 
 
-def _sampling(defaults: SamplingParams, cell: _Cell) -> SamplingParams:
-    if cell.problem is not None:
-        raise RowError(RowErrorCode.INVALID_SAMPLING_PARAMS, cell.problem)
-    value = cell.value
+def _sampling(defaults: SamplingParams, value: Any) -> SamplingParams:
+    if isinstance(value, _BadCell):
+        raise RowError(RowErrorCode.INVALID_SAMPLING_PARAMS, value.problem)
     return merge_sampling(defaults, value if isinstance(value, str) or value is None else plain(value))
 
 
@@ -151,27 +151,27 @@ def _refuse_response_format(value: object) -> None:
     )
 
 
-def _cells(batch: pa.RecordBatch, columns: InputColumns) -> Iterator[dict[str, _Cell]]:
+def _cells(batch: pa.RecordBatch, columns: InputColumns) -> Iterator[dict[str, Any]]:
     names = columns.names
-    for values in zip(*(_column_cells(batch.column(name)) for name in names), strict=True):
+    for values in zip(*(_values(batch.column(name)) for name in names), strict=True):
         yield dict(zip(names, values, strict=True))
 
 
-def _column_cells(column: pa.Array) -> list[_Cell]:
+def _values(column: pa.Array) -> list[Any]:
     """Python values of a column. Arrow does not check that strings are UTF-8: one bad cell must not stop the rest."""
     try:
-        return [_Cell(value) for value in column.to_pylist()]
+        values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
-        return [_decoded(column, position) for position in range(len(column))]
+        return [_decoded(scalar) for scalar in column]
+    return values
 
 
-def _decoded(column: pa.Array, position: int) -> _Cell:
-    scalar = column[position]
+def _decoded(scalar: pa.Scalar) -> Any:
     try:
-        return _Cell(scalar.as_py())
+        return scalar.as_py()
     except UnicodeDecodeError as error:
         if types.is_dictionary(scalar.type):
             scalar = scalar.value
         if types.is_nested(scalar.type):
-            return _Cell(None, f"not valid UTF-8: {error}")
-        return _Cell(bytes(scalar.as_buffer()).decode("utf-8", "replace"))
+            return _BadCell(f"not valid UTF-8: {error}")
+        return bytes(scalar.as_buffer()).decode("utf-8", "replace")

@@ -31,9 +31,12 @@ def absolute(uri: str) -> str:
     Raises:
         StorageError: for a scheme that is not supported.
     """
+    if not uri:
+        raise StorageError("an empty name is no location", hint="Give a path.")
     scheme, separator, rest = uri.partition("://")
     if not separator:
-        return os.path.abspath(Path(uri).expanduser())  # noqa: PTH100 - Path.absolute() keeps "..", resolve() follows links
+        # Path.absolute() keeps "..", resolve() follows links.
+        return os.path.abspath(os.path.expanduser(uri))  # noqa: PTH100, PTH111
     if scheme == "file":
         return os.path.abspath("/" + rest.lstrip("/"))  # noqa: PTH100
     raise StorageError(f"{uri}: locations that begin with {scheme}:// are not supported", hint="Give a local path.")
@@ -64,14 +67,17 @@ class LocalStorage:
                 return None
 
     def list(self, folder: str) -> list[ObjectInfo]:
-        """Files below `folder`, without the unpublished ones."""
+        """Files below `folder`, without the unpublished ones; links are followed."""
         found = []
         with _explained(folder, "list"):
-            for path in _walk(Path(absolute(folder))):
-                if not _is_temporary(path.name):
-                    # A file may go between the walk and the look at it: it is then not there.
-                    with contextlib.suppress(FileNotFoundError):
-                        found.append(_info(path))
+            for path in _walk(Path(absolute(folder)), follow_links=True):
+                if _is_temporary(path.name):
+                    continue
+                try:
+                    found.append(_info(path))
+                except FileNotFoundError:  # it went just now; or it is a link, and then data is missing
+                    if path.is_symlink() and not path.name.startswith("."):
+                        raise StorageError(f"{path} is a link to a file that is not there") from None
         return sorted(found, key=lambda info: info.uri)
 
     def stage(self, uri: str) -> "LocalStagedObject":
@@ -203,10 +209,16 @@ def _info(path: Path) -> ObjectInfo:
     return ObjectInfo(uri=str(path), size_bytes=status.st_size, etag=f"{status.st_mtime_ns}-{status.st_size}")
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(root):
+def _walk(root: Path, *, follow_links: bool = False) -> Iterator[Path]:
+    entered = {root.resolve()}
+    for parent, folders, names in os.walk(root, followlinks=follow_links):
         for name in names:
-            yield Path(parent) / name
+            yield Path(parent, name)
+        if follow_links:
+            # A link to a folder further up would never end.
+            real = {name: Path(parent, name).resolve() for name in folders}
+            folders[:] = [name for name in folders if real[name] not in entered]
+            entered.update(real[name] for name in folders)
 
 
 def _is_temporary(name: str) -> bool:
