@@ -39,8 +39,10 @@ class UtcDateTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """SQLite gives naive values back."""
-        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
+        """SQLite gives naive values back, PostgreSQL those of the session's time zone."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 _NAMES = {

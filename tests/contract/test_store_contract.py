@@ -440,6 +440,8 @@ def test_a_stale_attempt_commits_nothing(store: Store, heir: str) -> None:
         elif states(store, job_id) == {ShardState.LEASED: 1}:
             assert lease is not None
             store.commit_shard(lease, make_result(lease))
+    with pytest.raises(FencedError):
+        store.commit_shard(zombie, make_result(zombie))  # not even when the heir adopted its part
     (committed,) = store.shard_results(job_id)
     assert (committed.attempt, committed.result.part_etag) == (2, "etag")
     assert store.job(job_id).rows.failed == 0

@@ -18,7 +18,9 @@ Result = TypeVar("Result")
 
 BUSY_TIMEOUT_S = 30.0
 _MAX_TRIES = 8
+_MIN_SQLITE = (3, 35, 0)  # RETURNING
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 # Classes and codes of SQLSTATE that a new try can heal: connection, serialization and deadlock, shutdown, lock timeout.
 _RETRY_SQLSTATE = ("08", "40", "57P", "55P03", "25P03")
 
@@ -68,7 +70,7 @@ def can_retry(error: DBAPIError | PoolTimeoutError) -> bool:
     if isinstance(error, PoolTimeoutError):
         return True
     if isinstance(error.orig, sqlite3.Error):
-        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _BUSY
+        return _sqlite_code(error.orig) in _BUSY
     sqlstate = getattr(error.orig, "sqlstate", None)
     if sqlstate is None:
         # psycopg: the server could not be reached, or the connection went away.
@@ -78,8 +80,13 @@ def can_retry(error: DBAPIError | PoolTimeoutError) -> bool:
 
 def _explain(error: DBAPIError | PoolTimeoutError, url: str) -> Exception:
     """Trouble of the machine becomes a StorageError; anything else is a bug of ours and keeps its traceback."""
+    cause = str(getattr(error, "orig", error)).strip()
+    if isinstance(error, DBAPIError) and isinstance(error.orig, sqlite3.Error) and _sqlite_code(error.orig) in _DAMAGED:
+        return StorageError(
+            f"the job store {url} is damaged, or no database at all: {cause}",
+            hint="move that file away: a new store finds unfinished jobs again by the folders they write to",
+        )
     if isinstance(error, OperationalError | PoolTimeoutError):
-        cause = str(getattr(error, "orig", error)).strip()
         return StorageError(
             f"the job store {url} failed: {cause}",
             hint="check that its disk has room and you may write there; the same command again resumes",
@@ -87,7 +94,14 @@ def _explain(error: DBAPIError | PoolTimeoutError, url: str) -> Exception:
     return error
 
 
+def _sqlite_code(error: sqlite3.Error) -> int:
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF  # without the extension
+
+
 def _sqlite_engine(url: str, path: Path) -> Engine:
+    if sqlite3.sqlite_version_info < _MIN_SQLITE:
+        raise ConfigError(f"SQLite {sqlite3.sqlite_version} is too old: this Python needs 3.35 or newer")
     if not path.name or str(path) == ":memory:":
         raise ConfigError("DATABASE_URL: the store must be a file, so that several processes can share it")
     try:
