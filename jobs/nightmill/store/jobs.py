@@ -12,9 +12,9 @@ from nightmill.schema import jobs, shards, sources
 from nightmill.states import JOB_MOVES, TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState
 from nightmill.store.clock import now
 from nightmill.store.job_info import job
+from nightmill.store.leases import LIVE_JOB, job_may_run
 
 _CANCELLABLE = tuple(status for status, moves in JOB_MOVES.items() if JobStatus.CANCELLING in moves)
-_LIVE = (JobStatus.QUEUED, JobStatus.IN_PROGRESS)
 _unfinished = exists().where(shards.c.job_id == jobs.c.job_id, shards.c.state.not_in(TERMINAL_SHARD))
 
 
@@ -82,12 +82,7 @@ def has_live_leases(connection: Connection, job_id: str) -> bool:
 def stop_requested(connection: Connection, job_ids: Iterable[str]) -> frozenset[str]:
     """Those of the jobs whose work must stop: cancelled, failing, expired, ended or gone."""
     wanted = frozenset(job_ids)
-    may_go_on = and_(
-        jobs.c.job_id.in_(wanted),
-        jobs.c.status.in_(_LIVE),
-        jobs.c.error_code.is_(None),
-        or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > now()),
-    )
+    may_go_on = and_(jobs.c.job_id.in_(wanted), job_may_run())
     return wanted - frozenset(connection.scalars(select(jobs.c.job_id).where(may_go_on)))
 
 
@@ -112,7 +107,7 @@ def fail(connection: Connection, job_id: str, error_code: str, error_message: st
     """
     connection.execute(
         update(jobs)
-        .where(jobs.c.job_id == job_id, jobs.c.status.in_(_LIVE), jobs.c.error_code.is_(None))
+        .where(jobs.c.job_id == job_id, jobs.c.status.in_(LIVE_JOB), jobs.c.error_code.is_(None))
         .values(error_code=error_code, error_message=error_message)
     )
     return job(connection, job_id)

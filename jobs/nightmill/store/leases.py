@@ -13,7 +13,7 @@ from nightmill.store.clock import now
 LEASE_TTL_S = 30.0
 HEARTBEAT_S = 7.0  # under a quarter of the TTL: three in a row may be late
 
-_LIVE = (JobStatus.QUEUED, JobStatus.IN_PROGRESS)
+LIVE_JOB = (JobStatus.QUEUED, JobStatus.IN_PROGRESS)
 _progressed = shards.c.rows_durable > shards.c.rows_durable_at_claim
 _num_failures_after_death = case((_progressed, 0), else_=shards.c.num_failures + 1)
 _free: dict[str, Any] = {
@@ -26,25 +26,26 @@ _free: dict[str, Any] = {
 }
 
 
+def job_may_run() -> ColumnElement[bool]:
+    """A job that is neither stopping nor ended."""
+    in_time = or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > now())
+    return and_(jobs.c.status.in_(LIVE_JOB), jobs.c.error_code.is_(None), in_time)
+
+
 def may_run() -> ColumnElement[bool]:
     """A shard and its job: this shard may be computed (not: it is available)."""
-    return and_(
-        jobs.c.status.in_(_LIVE),
-        jobs.c.error_code.is_(None),
-        or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > now()),
-        shards.c.num_failures < jobs.c.max_failures,
-    )
+    return and_(job_may_run(), shards.c.num_failures < jobs.c.max_failures)
 
 
 def must_close(reason: ShardState) -> ColumnElement[bool]:
     """A shard and its job: this shard will not be computed any more, for this reason. Its part is still owed."""
     if reason is ShardState.CANCELLED:
-        failing = and_(jobs.c.status.in_(_LIVE), jobs.c.error_code.is_not(None))
+        failing = and_(jobs.c.status.in_(LIVE_JOB), jobs.c.error_code.is_not(None))
         return or_(jobs.c.status == JobStatus.CANCELLING, failing)
     if reason is ShardState.EXPIRED:
-        return and_(jobs.c.status.in_(_LIVE), jobs.c.expires_at <= now())
+        return and_(jobs.c.status.in_(LIVE_JOB), jobs.c.expires_at <= now())
     if reason is ShardState.DISCARDED:
-        return and_(jobs.c.status.in_(_LIVE), shards.c.num_failures >= jobs.c.max_failures)
+        return and_(jobs.c.status.in_(LIVE_JOB), shards.c.num_failures >= jobs.c.max_failures)
     raise ValueError(f"a shard is not closed as {reason}")
 
 
