@@ -117,7 +117,8 @@ class LocalStagedObject:
             # Buffered: a raw file may write less than it was given, and Arrow does not look.
             self._file = self._temporary.open("xb")
             # Tells a sweep that somebody is writing here; the kernel lets go of it when the process dies.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):  # a file system without locks: then nothing is swept there
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def file(self) -> BinaryIO:
@@ -231,7 +232,7 @@ def _is_being_written(temporary: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
+    except OSError:  # locked, or no locks here
         return True
     return False
 
