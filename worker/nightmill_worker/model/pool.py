@@ -1,5 +1,8 @@
 """The KV page pool: K and V of every layer, in pages."""
 
+import contextlib
+import math
+import mmap
 from pathlib import Path
 
 import psutil
@@ -27,11 +30,12 @@ class KVPool:
         self, config: ModelConfig, shape: PoolShape, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self.shape = shape
-        # One allocation: a page can be moved in a few copies, and a large calloc costs nothing until touched.
-        self._pages = torch.zeros(
-            (config.num_layers, 2, shape.num_pages, config.num_kv_heads, shape.page_size, config.head_dim),
-            dtype=dtype,
-            device=device,
+        # One allocation: a page can be moved in a few copies.
+        dims = (config.num_layers, 2, shape.num_pages, config.num_kv_heads, shape.page_size, config.head_dim)
+        self._pages = (
+            _zeroed_on_touch(dims, dtype)
+            if torch.device(device).type == "cpu"
+            else torch.zeros(dims, dtype=dtype, device=device)
         )
         self._layers = [(layer[0], layer[1]) for layer in self._pages]
 
@@ -59,6 +63,15 @@ def plan_pool(config: ModelConfig, options: EngineOptions, *, dtype: str, max_mo
             hint="Pass a smaller --max-model-len or a larger pool.",
         )
     return PoolShape(num_pages=num_pages, page_size=page_size, bytes_per_token=bytes_per_token)
+
+
+def _zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that cost neither time nor memory until a page is written: torch.zeros would touch all of it at start."""
+    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(dims)
 
 
 def _available_memory_bytes() -> int:
