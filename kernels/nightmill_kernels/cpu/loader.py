@@ -46,36 +46,48 @@ def find_compiler() -> Compiler:
     candidates = [tuple(shlex.split(asked))] if asked else [("cc",), ("gcc",), ("clang",)]
     for command in candidates:
         if command and shutil.which(command[0]):
-            probe = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, timeout=60)
+            probe = _run([*command, "--version"])
             if probe.returncode == 0:
                 return Compiler(command, probe.stdout.partition("\n")[0])
-    names = asked or "cc, gcc, clang"
-    raise BuildError(f"no C compiler ({names}): install gcc or set CC")
+    raise BuildError(f"no C compiler ({asked or 'cc, gcc, clang'}): install gcc or set CC")
 
 
-def cache_dir() -> Path:
-    """Where built libraries live: $XDG_CACHE_HOME/nightmill/kernels or ~/.cache/nightmill/kernels."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "nightmill" / "kernels"
+def cache_dir() -> Path | None:
+    """Where built libraries live: $XDG_CACHE_HOME/nightmill/kernels or ~/.cache/nightmill/kernels.
 
-
-def build_key(isa: str, compiler: Compiler) -> str:
-    """Digest of all that decides what the library's bytes do: sources, flags, compiler, machine."""
-    digest = hashlib.sha256()
-    for name in (*SOURCES, *HEADERS):
-        digest.update((SOURCE_DIR / name).read_bytes() + b"\0")
-    for word in (*FLAGS, *ISA_FLAGS[isa], *compiler.command, compiler.version, platform.machine()):
-        digest.update(word.encode() + b"\0")
-    return digest.hexdigest()[:20]
+    Made when missing. None where it cannot be: no home, or a directory in which others could plant a library.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        directory = (Path(base) if base else Path.home() / ".cache") / "nightmill" / "kernels"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = directory.stat()
+    except (OSError, RuntimeError):
+        return None
+    return directory if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
 
 
 def load(isa: str) -> ctypes.CDLL:
     """The library for an instruction set, built if the cache does not hold it. Raises BuildError."""
-    compiler = find_compiler()
-    name = f"nightmill-{isa}-{build_key(isa, compiler)}.so"
     try:
-        directory = _private_dir(cache_dir())
-    except OSError:
+        return _load(isa)
+    except OSError as error:
+        raise BuildError(f"the {isa} library could not be built: {error}") from error
+
+
+def _load(isa: str) -> ctypes.CDLL:
+    stem = f"nightmill-{isa}-{_digest(_source_words(isa))}"
+    directory = cache_dir()
+    try:
+        compiler = find_compiler()
+    except BuildError:
+        # An image that was built with a compiler and runs without one still has what that compiler made.
+        built = sorted(directory.glob(f"{stem}-*.so")) if directory else []
+        if not built:
+            raise
+        return _open(built[-1])
+    name = f"{stem}-{_digest([word.encode() for word in (*compiler.command, compiler.version)])}.so"
+    if directory is None or not os.access(directory, os.W_OK):
         # A read-only home is no reason to be slow: build for this process alone.
         with tempfile.TemporaryDirectory(prefix="nightmill-") as scratch:
             return _open(_build(isa, compiler, Path(scratch) / name))
@@ -88,30 +100,33 @@ def load(isa: str) -> ctypes.CDLL:
     return _open(_build(isa, compiler, path))
 
 
-def _private_dir(path: Path) -> Path:
-    """Make and check a directory in which nobody else can plant a library. Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} is not ours alone")
-    return path
+def _source_words(isa: str) -> list[bytes]:
+    """All that decides what the library does, but for the compiler."""
+    sources = [(SOURCE_DIR / name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    return sources + [word.encode() for word in (*FLAGS, *ISA_FLAGS[isa], platform.machine())]
+
+
+def _digest(words: list[bytes]) -> str:
+    return hashlib.sha256(b"\0".join(words)).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} did not answer in {COMPILE_TIMEOUT_S} s") from error
 
 
 def _build(isa: str, compiler: Compiler, path: Path) -> Path:
     """Compile into a file of our own beside `path`, then rename: a reader sees all of it or nothing."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
         built = Path(scratch) / path.name
-        command = [*compiler.command, *FLAGS, *ISA_FLAGS[isa], "-shared", "-o", str(built)]
-        command += [str(SOURCE_DIR / name) for name in SOURCES] + ["-lm"]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(
-                f"{compiler.version} took more than {COMPILE_TIMEOUT_S} s for the {isa} library"
-            ) from error
+        sources = [str(SOURCE_DIR / name) for name in SOURCES]
+        result = _run([*compiler.command, *FLAGS, *ISA_FLAGS[isa], "-shared", "-o", str(built), *sources, "-lm"])
         if result.returncode != 0:
-            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise BuildError(f"{compiler.version} could not build the {isa} library: {last}")
+            lines = result.stderr.strip().splitlines() or ["no message"]
+            reason = next((line for line in lines if "error" in line), lines[-1])
+            raise BuildError(f"{compiler.version} could not build the {isa} library: {reason}")
         built.replace(path)
     return path
 
