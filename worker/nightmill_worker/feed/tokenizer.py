@@ -20,7 +20,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF_CHARACTER = _byte_alphabet()
+"""What each character of a byte-level vocabulary stands for."""
 
 
 class Tokenizer:
@@ -119,8 +120,8 @@ class Tokenizer:
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
-        if self.is_byte_level and all(character in _BYTE_OF for character in token):
-            return bytes(_BYTE_OF[character] for character in token)
+        if self.is_byte_level and all(character in BYTE_OF_CHARACTER for character in token):
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
         if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return token.encode()

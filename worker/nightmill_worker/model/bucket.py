@@ -38,7 +38,7 @@ def bucket_model(uri: str, cache: Path, with_weights: bool, progress: Callable[[
                 hint="the prefix must be the folder that holds config.json",
             )
         identity = "\n".join(f"{name} {entry['Size']} {entry['ETag']}" for name, entry in sorted(files.items()))
-        key = "s3-" + hashlib.sha256(f"{uri}\n{identity}".encode()).hexdigest()[:24]
+        key = "s3-" + hashlib.sha256(f"{bucket}/{prefix}\n{identity}".encode()).hexdigest()[:24]
 
         def build(directory: Path) -> None:
             for number, (name, entry) in enumerate(sorted(files.items()), 1):

@@ -63,9 +63,19 @@ def _save_weights(source: Path, target: Path, metadata: GgufMetadata) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
     )
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers would leave them random
+        raise ModelError(
+            f"{source.name} lacks {len(missing)} of the model's tensors: {', '.join(missing[:3])}",
+            hint="it is a part of a split file or damaged; give the whole model",
+        )
     model.save_pretrained(target)
     for name in ("config.json", "generation_config.json"):
         path = target / name
