@@ -155,6 +155,6 @@ def test_an_unknown_pre_tokenizer_is_refused_in_its_own_words(tmp_path: Path, se
 
 def test_a_file_without_weights_is_refused_and_its_old_tokenizer_told(tmp_path: Path, settings: Settings) -> None:
     told: list[str] = []
-    with pytest.raises(ModelError, match="lacks .* of the model's tensors"):
+    with pytest.raises(ModelError, match=r"lacks .* of the model's tensors"):
         _resolve(_write_gguf(tmp_path / "vocab.gguf", pre=None, tensors=False), settings, told)
     assert any("warning" in line and "does not name its pre-tokenizer" in line for line in told)

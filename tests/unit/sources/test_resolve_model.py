@@ -32,7 +32,7 @@ def test_dummy_needs_no_weights(make_model: MakeModel, settings: Settings) -> No
     ("files", "told"),
     [
         ({"config__json": None}, "no config.json"),
-        ({"tokenizer__json": None}, "no tokenizer"),
+        ({"tokenizer__json": None}, "no tokenizer.json"),
         ({"model__safetensors": None, "pytorch_model__bin": b""}, "pytorch_model.bin: only safetensors"),
         ({"config__json": None, "model__gguf": b""}, "model.gguf"),
     ],

@@ -50,6 +50,9 @@ class Tokenizer:
     def load(cls, directory: Path | str, *, now: datetime | None = None) -> "Tokenizer":
         """Read `tokenizer.json`, `tokenizer_config.json`, the chat template and the EOS ids.
 
+        As in transformers, tokenizer.json alone decides which special tokens plain text gets: `add_bos_token` in
+        the configuration counts only for models without one.
+
         `now` is the date that chat templates see (see `ChatTemplate`).
 
         Raises:
@@ -60,7 +63,6 @@ class Tokenizer:
         named = _special_tokens(directory, config)
         backend = _load_backend(directory)
         _add_missing_tokens(backend, config, named)
-        _set_template(backend, config, named)
         backend.no_truncation()
         backend.no_padding()
         template = load_chat_template(directory, config, named, now=now)
@@ -190,21 +192,6 @@ def _add_missing_tokens(backend: Any, config: Mapping[str, Any], named: Mapping[
     for text in named.values():
         if backend.token_to_id(text) is None:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-
-
-def _set_template(backend: Any, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token`, where stated, overrule the post-processor in tokenizer.json."""
-    from tokenizers import processors
-
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    specials = [(text, backend.token_to_id(text)) for text in (bos, eos) if text]
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, pair=[*single, "$B:1"], special_tokens=list(dict.fromkeys(specials))
-    )
 
 
 def _eos_ids(directory: Path, backend: Any, named: Mapping[str, str]) -> tuple[int, ...]:

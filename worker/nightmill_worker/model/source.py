@@ -14,7 +14,6 @@ from nightmill_worker.model.bucket import bucket_model
 from nightmill_worker.model.gguf import gguf_model
 from nightmill_worker.model.hub import hub_model
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _IDENTITY = re.compile(r".*\.(json|jinja|model|safetensors|txt)")
 _SAMPLE = 1 << 20  # bytes at either end of a weight file that count for a directory's digest
 _WHOLE = 64 << 20  # files up to here count whole
@@ -87,8 +86,11 @@ def _check(directory: Path, model: str, with_weights: bool) -> None:
         ggufs = sorted(directory.glob("*.gguf"))
         hint = f"give --model the file itself: {ggufs[0]}" if ggufs else "a model directory has a config.json"
         raise ModelError(f"{directory} has no config.json", hint=hint)
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"{directory} has no tokenizer", hint=f"looked for {', '.join(TOKENIZER_FILES)}")
+    if not (directory / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{directory} has no tokenizer.json",
+            hint="make one with transformers: AutoTokenizer.from_pretrained(directory).save_pretrained(directory)",
+        )
     if with_weights and not any(directory.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in directory.glob(pattern))
         found = f" (it has {', '.join(others[:3])}: only safetensors are read)" if others else ""
