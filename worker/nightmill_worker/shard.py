@@ -6,13 +6,14 @@ lease → rows without a durable answer → requests → engine → completions 
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
 import pyarrow as pa
 
+from nightmill.errors import RowErrorCode
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
@@ -26,7 +27,7 @@ from nightmill_worker.drain import Drain
 from nightmill_worker.feed.completions import completion_of, error_completion
 from nightmill_worker.feed.requests import RequestMaker, RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
-from nightmill_worker.inflight import InflightMark
+from nightmill_worker.inflight import InflightMark, windows
 from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quarantined
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class ShardRun:
         self._writer = CheckpointWriter(context.storage, context.folder.work, lease.range.index, lease.attempt)
         self._mark = InflightMark(context.storage, context.folder, lease.range.index)
         self._flushed_at = time.monotonic()
+        self._name = f"shard {lease.range.index} of {lease.job_id}"
 
     def lose(self) -> None:
         """The lease is gone: stop and write nothing."""
@@ -143,42 +145,73 @@ class ShardRun:
 
     def _answer(self, durable: set[int]) -> bool:
         """Give every missing row its completion; False when stopped before that."""
-        batches = self._requests(durable)
-        missing = self.lease.range.num_rows - len(durable)
-        # When this shard's earlier attempts died with their whole process, ever fewer rows run at once.
-        window = max(1, missing >> self.lease.num_failures) if self.lease.num_failures else None
-        with self._supervisor.open(max_in_engine=window) as mailbox:
-            while True:
-                self._feed(mailbox, batches)
-                for outcome in mailbox.collect(TURN_S, or_room=self.is_reading):
-                    self._take(outcome)
-                self._tell(mailbox)
-                if self._must_stop(mailbox):
-                    if not self._lost:
-                        self._flush()
-                    return False
-                if not self.is_reading and not self._pending:
-                    self.rows_recomputed += mailbox.reruns
-                    self._flush()
-                    return True
-                if self._writer.pending and time.monotonic() - self._flushed_at > CHECKPOINT_S:
-                    self._flush()
+        missing = set(range(self.lease.range.row_start, self.lease.range.row_end)) - durable
+        suspects = self._mark.suspects(missing, self.lease.num_failures)
+        if suspects:
+            log.warning("earlier attempts died with %d rows of %s: they run last", len(suspects), self._name)
+        with self._supervisor.open() as mailbox:
+            finished = self._answer_rows(mailbox, missing - set(suspects), last=not suspects)
+            if finished and self._mark.is_convicted(suspects):
+                self._convict(suspects[0])
+            elif finished:
+                finished = self._answer_suspects(mailbox, suspects)
+            self.rows_recomputed += mailbox.reruns
+        if finished:
+            self._flush()
+        elif not self._lost:
+            self._flush()
+            self._mark.end_in_order()
+        return finished
 
-    def _requests(self, durable: set[int]) -> Iterator[list[RowRequest | Completion]]:
+    def _answer_suspects(self, mailbox: Mailbox, suspects: Sequence[int]) -> bool:
+        for window in windows(suspects):
+            # What is durable must be known to the store before this: an attempt without progress counts as a failure.
+            self._flush()
+            self._context.store.heartbeat(self.lease.worker_id, {self.lease.shard_id: self.progress})
+            self._mark.begin_window(window)
+            if not self._answer_rows(mailbox, set(window), last=window[-1] == suspects[-1]):
+                return False
+        self._mark.end_windows()
+        return True
+
+    def _answer_rows(self, mailbox: Mailbox, wanted: Collection[int], *, last: bool) -> bool:
+        """Run these rows to their end; False when stopped before that."""
+        batches = self._requests(wanted) if wanted else iter(())
+        exhausted = False
+        while True:
+            if not exhausted and mailbox.has_room and not self._drain.requested:
+                batch = next(batches, None)
+                exhausted = batch is None
+                self._offer(mailbox, batch or [])
+            self.is_reading = not (exhausted and last)
+            for outcome in mailbox.collect(TURN_S, or_room=not exhausted and not self._drain.requested):
+                self._take(outcome)
+            self._tell(mailbox)
+            if self._must_stop(mailbox):
+                return False
+            if exhausted and not self._pending:
+                return True
+            if self._writer.pending and time.monotonic() - self._flushed_at > CHECKPOINT_S:
+                self._flush()
+
+    def _convict(self, row_index: int) -> None:
+        """A row that took the whole process along, twice, alone."""
+        for batch in self._requests({row_index}):
+            for made in batch:
+                message = "running this row alone ended the whole worker process, more than once"
+                if isinstance(made, RowRequest):
+                    made = error_completion(made, RowErrorCode.QUARANTINED, message, attempt=self.lease.attempt)
+                self._keep(made)
+
+    def _requests(self, wanted: Collection[int]) -> Iterator[list[RowRequest | Completion]]:
         spec = self._context.job.spec
         for batch in read_shard(self.lease.range, spec):
-            rows = (row for row in parse_rows(batch, spec) if row.row_index not in durable)
+            rows = (row for row in parse_rows(batch, spec) if row.row_index in wanted)
             while piece := list(islice(rows, FEED_ROWS)):
                 made = iter(self._context.maker.make([row for row in piece if isinstance(row, InputRow)]))
                 yield [next(made) if isinstance(row, InputRow) else row for row in piece]
 
-    def _feed(self, mailbox: Mailbox, batches: Iterator[list[RowRequest | Completion]]) -> None:
-        if not self.is_reading or self._drain.requested or not mailbox.has_room:
-            return
-        batch = next(batches, None)
-        if batch is None:
-            self.is_reading = False
-            return
+    def _offer(self, mailbox: Mailbox, batch: Sequence[RowRequest | Completion]) -> None:
         requests = []
         for made in batch:
             if isinstance(made, Completion):
@@ -187,7 +220,11 @@ class ShardRun:
             self._pending[made.request.request_id] = made
             self.rows_recomputed += self._mark.covers(made.row.row_index)
             requests.append(made.request)
-        mailbox.offer(requests)
+        if requests:
+            if self.lease.num_failures:  # the last attempt died: now it must be known before, not soon after
+                self._mark.reach(max(made.row.row_index for made in batch if isinstance(made, RowRequest)))
+                self._mark.write()
+            mailbox.offer(requests)
 
     def _take(self, outcome: Outcome) -> None:
         made = self._pending.pop(outcome.request_id)
@@ -217,6 +254,7 @@ class ShardRun:
         self._flushed()
 
     def _flushed(self) -> None:
+        self._mark.write()
         self._flushed_at = time.monotonic()
 
     def _must_stop(self, mailbox: Mailbox) -> bool:

@@ -68,7 +68,6 @@ class Box:
 
     outcomes: list[Outcome] = field(default_factory=list)
     in_engine: int = 0
-    max_in_engine: int | None = None
     reruns: int = 0  # requests that were inside an engine when it died
     last_admitted: int = -1  # id of the request that entered the engine last
 
@@ -149,12 +148,12 @@ class EngineSupervisor:
 
     # -- for the shards ---------------------------------------------------------------------------------------------
 
-    def open(self, *, max_in_engine: int | None = None) -> Mailbox:
-        """A new mailbox. `max_in_engine` bounds how many of its requests run at once (a shard under suspicion)."""
+    def open(self) -> Mailbox:
+        """A new mailbox."""
         with self._changed:
             key = self._next_key
             self._next_key += 1
-            self._boxes[key] = Box(max_in_engine=max_in_engine)
+            self._boxes[key] = Box()
         return Mailbox(self, key)
 
     @property
@@ -264,20 +263,13 @@ class EngineSupervisor:
     def _choose(self) -> list[tuple[int, Request]]:
         if self._isolation.active:
             chosen = [self._suspects[i] for i in self._isolation.window if i not in self._in_engine]
-            for key, _ in chosen:
-                self._boxes[key].in_engine += 1
-            return chosen
-        chosen = self._lookahead.take(self._limits.max_in_engine - len(self._in_engine), self._takes_turn)
+        else:
+            chosen = self._lookahead.take(self._limits.max_in_engine - len(self._in_engine))
         for key, request in chosen:
-            self._boxes[key].last_admitted = request.request_id
+            box = self._boxes[key]
+            box.in_engine += 1
+            box.last_admitted = max(box.last_admitted, request.request_id)
         return chosen
-
-    def _takes_turn(self, key: int) -> bool:
-        box = self._boxes[key]
-        if box.max_in_engine is not None and box.in_engine >= box.max_in_engine:
-            return False
-        box.in_engine += 1
-        return True
 
     def _deliver(self, finished: Sequence[Finished]) -> None:
         if not finished:

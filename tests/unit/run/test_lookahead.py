@@ -36,13 +36,13 @@ def test_one_prompt_larger_than_the_bound_passes() -> None:
     assert lookahead.num_tokens == 0
 
 
-def test_order_is_kept_over_owners_and_passed_over_ones() -> None:
+def test_order_is_kept_over_owners() -> None:
     lookahead = Lookahead(max_tokens=1000, max_requests=100)
     lookahead.add(0, requests(range(2)))
     lookahead.add(1, requests(range(2, 4)))
     lookahead.add(0, requests(range(4, 6)))
-    assert ids(lookahead.take(2, lambda owner: owner == 1)) == [2, 3]
-    assert ids(lookahead.take(10)) == [0, 1, 4, 5]
+    assert ids(lookahead.take(3)) == [0, 1, 2]
+    assert ids(lookahead.take(10)) == [3, 4, 5]
     assert lookahead.num_tokens == 0
 
 

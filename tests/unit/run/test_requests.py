@@ -101,6 +101,24 @@ def test_a_prompt_without_tokens_is_empty(plain: Tokenizer) -> None:
     assert refused(result) == "empty_prompt"
 
 
+def test_a_row_the_tokenizer_cannot_take_fails_alone(plain: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As Rust's panics arrive."""
+
+    encode_batch = plain.encode_batch
+
+    def panic(texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if "13" in texts:
+            raise PanicException("index out of bounds")
+        return encode_batch(texts, add_special_tokens)
+
+    monkeypatch.setattr(plain, "encode_batch", panic)
+    results = maker(plain).make([row(0, prompt="2"), row(1, prompt="13"), row(2, prompt="4")])
+    assert made(results[0]).request.prompt == (2,)
+    assert refused(results[1]) == "engine_error"
+    assert made(results[2]).request.prompt == (4,)
+
+
 def test_the_system_prompt_comes_first_unless_the_row_has_its_own(chat: Tokenizer, plain: Tokenizer) -> None:
     messages = [{"role": "system", "content": "8"}, {"role": "user", "content": "9"}]
     rows = [row(prompt="2"), row(messages=messages), row(messages=messages[1:])]

@@ -13,7 +13,7 @@ from nightmill.errors import EngineError, NightmillError, RowErrorCode
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 from nightmill_worker.engine.options import LoopOptions
-from nightmill_worker.engine.request import Finished, FinishReason, Request
+from nightmill_worker.engine.request import Finished, Request
 from nightmill_worker.service import EngineService
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
 
@@ -157,20 +157,6 @@ def test_closing_a_mailbox_cancels_its_rows_only() -> None:
         assert sorted(drain(other, 8)) == [100 + i for i in range(8)]
     supervisor.close()
     assert supervisor.stats()[-1].aborted == 8
-
-
-def test_a_shard_under_suspicion_runs_few_rows_at_a_time() -> None:
-    supervisor = EngineSupervisor(starter(ScriptedConfig(step_s=0.001), in_process=True), FeedLimits.of(8))
-    peak = 0
-    with supervisor.open(max_in_engine=2) as mailbox:
-        mailbox.offer([request(i) for i in range(20)])
-        outcomes: list[Outcome] = []
-        while len(outcomes) < 20:
-            outcomes += mailbox.collect(0.01, or_room=False)
-            peak = max(peak, mailbox.in_engine)
-    supervisor.close()
-    assert peak <= 2
-    assert all(isinstance(o, Finished) and o.finish_reason is FinishReason.LENGTH for o in outcomes)
 
 
 def test_nothing_enters_after_stop_admitting() -> None:

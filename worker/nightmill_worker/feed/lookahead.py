@@ -5,7 +5,7 @@ a fixed number of prompt tokens here. Not thread-safe: its owner holds the lock.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from nightmill_worker.engine.request import Request
 
@@ -44,21 +44,10 @@ class Lookahead:
             self._waiting.appendleft((owner, request))
             self._num_tokens += len(request.prompt)
 
-    def take(self, count: int, admits: Callable[[int], bool] | None = None) -> list[tuple[int, Request]]:
-        """Remove and return up to `count` entries, oldest first, leaving those whose owner `admits` refuses.
-
-        `admits` is asked before each entry and sees the effect of the earlier ones only if the caller records it.
-        """
-        taken: list[tuple[int, Request]] = []
-        passed_over: list[tuple[int, Request]] = []
-        while self._waiting and len(taken) < count:
-            owner, request = self._waiting.popleft()
-            if admits is not None and not admits(owner):
-                passed_over.append((owner, request))
-                continue
-            taken.append((owner, request))
-            self._num_tokens -= len(request.prompt)
-        self._waiting.extendleft(reversed(passed_over))
+    def take(self, count: int) -> list[tuple[int, Request]]:
+        """Remove and return up to `count` entries, oldest first."""
+        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._num_tokens -= sum(len(request.prompt) for _, request in taken)
         return taken
 
     def withdraw(self, owner: int) -> list[Request]:

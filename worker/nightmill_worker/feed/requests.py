@@ -68,9 +68,7 @@ class RequestMaker:
             except RowError as error:
                 made[index] = _failed(row, error)
         for chat, batch in texts.items():
-            # A template writes the special tokens itself; a plain prompt gets the tokenizer's.
-            encoded = self._tokenizer.encode_batch(list(batch.values()), add_special_tokens=not chat) if batch else []
-            for index, token_ids in zip(batch, encoded, strict=True):
+            for index, token_ids in zip(batch, self._encode(list(batch.values()), chat=chat), strict=True):
                 try:
                     made[index] = RowRequest(rows[index], self._request(rows[index], token_ids))
                 except RowError as error:
@@ -97,7 +95,23 @@ class RequestMaker:
             messages.insert(0, {"role": "system", "content": system})
         return messages
 
-    def _request(self, row: InputRow, token_ids: list[int]) -> Request:
+    def _encode(self, texts: list[str], *, chat: bool) -> Iterator[list[int] | RowError]:
+        """Tokens of each text; the error of one that the tokenizer cannot take."""
+        # A template writes the special tokens itself; a plain prompt gets the tokenizer's.
+        try:
+            yield from self._tokenizer.encode_batch(texts, add_special_tokens=not chat) if texts else []
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            if len(texts) == 1:  # Rust's panics are no Exception
+                yield RowError(RowErrorCode.ENGINE_ERROR, f"the tokenizer failed: {error}")
+                return
+            for text in texts:
+                yield from self._encode([text], chat=chat)
+
+    def _request(self, row: InputRow, token_ids: list[int] | RowError) -> Request:
+        if isinstance(token_ids, RowError):
+            raise token_ids
         room = self._max_model_len - len(token_ids)
         sampling = row.sampling
         if not token_ids:

@@ -1,0 +1,90 @@
+"""The mark beside the checkpoints: what was in the engine, and who is suspected of ending the process."""
+
+from pathlib import Path
+
+import pytest
+
+from nightmill.output.folder import OutputFolder
+from nightmill.storage import LocalStorage
+from nightmill_worker.inflight import InflightMark, windows
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> OutputFolder:
+    return OutputFolder(str(tmp_path / "out"), "job")
+
+
+def mark(folder: OutputFolder) -> InflightMark:
+    """What the next attempt sees."""
+    attempt = InflightMark(LocalStorage(), folder, 0)
+    attempt.read()
+    return attempt
+
+
+def test_a_first_attempt_has_no_history(folder: OutputFolder) -> None:
+    first = mark(folder)
+    assert not first.covers(0)
+    assert first.suspects({0, 1}, num_failures=9) == ()
+
+
+def test_the_next_attempt_knows_how_far_it_was(folder: OutputFolder) -> None:
+    first = mark(folder)
+    first.reach(5)
+    first.reach(9)
+    first.write()
+    again = mark(folder)
+    assert [again.covers(row) for row in (0, 9, 10)] == [True, True, False]
+
+
+def test_two_deaths_make_suspects_of_what_was_inside(folder: OutputFolder) -> None:
+    mark(folder).reach(9)
+    missing = {3, 7, 9, 12}
+    assert mark(folder).suspects(missing, num_failures=1) == ()
+    assert mark(folder).suspects(missing, num_failures=2) == (3, 7, 9)
+
+
+def test_a_window_outlives_other_rows_running(folder: OutputFolder) -> None:
+    first = mark(folder)
+    first.reach(9)
+    first.begin_window((3, 7))
+    second = mark(folder)
+    second.reach(40)
+    second.write()
+    assert mark(folder).suspects({3, 7, 9, 50}, num_failures=0) == (3, 7)
+
+
+def test_one_row_is_convicted_after_two_deaths_alone(folder: OutputFolder) -> None:
+    for convicted in (False, False, True):
+        attempt = mark(folder)
+        attempt.reach(9)
+        assert attempt.is_convicted((7,)) is convicted
+        attempt.begin_window((7,))
+    assert not mark(folder).is_convicted((8,))
+
+
+def test_an_orderly_end_is_no_death(folder: OutputFolder) -> None:
+    for _ in range(4):
+        attempt = mark(folder)
+        assert not attempt.is_convicted((7,))
+        attempt.begin_window((7,))
+        attempt.end_in_order()
+
+
+def test_a_finished_window_clears_everybody(folder: OutputFolder) -> None:
+    first = mark(folder)
+    first.begin_window((3, 7))
+    first.end_windows()
+    assert mark(folder).suspects({3, 7}, num_failures=0) == ()
+
+
+def test_an_unreadable_mark_is_no_mark(folder: OutputFolder) -> None:
+    mark(folder).reach(9)
+    (path,) = Path(folder.root).rglob("inflight.json")
+    path.write_text("{")
+    assert not mark(folder).covers(0)
+
+
+def test_windows_are_halves() -> None:
+    assert windows(range(5)) == [(0, 1, 2), (3, 4)]
+    assert windows([7]) == [(7,)]
+    assert windows([]) == []
