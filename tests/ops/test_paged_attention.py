@@ -186,7 +186,7 @@ def test_bits_do_not_depend_on_the_page_size(c_isa, dtype, make_case):
 # ---------------------------------------------------------------- any shape
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_matches_the_oracle(isa, make_case, oracle, data):
     sequences = data.draw(st.integers(1, 4))

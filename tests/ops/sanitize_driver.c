@@ -1,0 +1,148 @@
+// Calls every function of the library on odd shapes with buffers of the exact size, so that a sanitizer sees a single
+// byte too far, and on a team of real threads. Exits 0 when nothing was found; results are judged elsewhere.
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nightmill.h"
+
+static uint64_t state = 1;
+
+static uint32_t random_below(uint32_t n) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)(state >> 33) % n;
+}
+
+static uint32_t between(uint32_t low, uint32_t high) { return low + random_below(high - low + 1); }
+
+// n elements of random small numbers, not one byte more. NaN fills what no call may use.
+static void *numbers(int64_t n, int dtype, int nan) {
+  void *out = malloc((size_t)n * (dtype == NM_BF16 ? 2 : 4) + (n == 0));
+  for (int64_t i = 0; i < n; i++) {
+    float x = nan ? NAN : (float)random_below(2001) / 1000.0f - 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (dtype == NM_BF16)
+      ((uint16_t *)out)[i] = (uint16_t)(bits >> 16);
+    else
+      ((float *)out)[i] = x;
+  }
+  return out;
+}
+
+struct member {
+  void (*fn)(void *);
+  void *data;
+};
+
+static void *run_member(void *arg) {
+  struct member *member = arg;
+  member->fn(member->data);
+  return NULL;
+}
+
+static void team(void (*fn)(void *), void *data, unsigned threads, unsigned flags) {
+  (void)flags;
+  struct member member = {fn, data};
+  pthread_t others[16];
+  for (unsigned i = 1; i < threads; i++) pthread_create(&others[i], NULL, run_member, &member);
+  fn(data);
+  for (unsigned i = 1; i < threads; i++) pthread_join(others[i], NULL);
+}
+
+static void expect(int got, const char *what) {
+  if (got != NM_OK) {
+    fprintf(stderr, "%s returned %d\n", what, got);
+    exit(1);
+  }
+}
+
+static void attention(int dtype) {
+  static const int dims[] = {16, 64, 80, 96, 128, 256};
+  const int sequences = (int)random_below(4), dim = dims[random_below(6)], kv_heads = (int)between(1, 2);
+  const int group = (int)between(1, 9), page_size = (int)between(1, 40), width = 800 / page_size + 1;
+  int32_t *starts = malloc(sizeof(int32_t) * (size_t)(sequences + 1));
+  int32_t *contexts = malloc(sizeof(int32_t) * (size_t)sequences + 1);
+  int32_t *tables = malloc(sizeof(int32_t) * (size_t)(sequences * width) + 1);
+  const int pages = (int)between(1, 30);
+  starts[0] = 0;
+  for (int s = 0; s < sequences; s++) {
+    contexts[s] = (int32_t)random_below(random_below(4) ? 120 : 780);
+    const int length = random_below(2) ? 1 : (int)random_below(50);
+    starts[s + 1] = starts[s] + length;
+    // Columns a sequence does not need hold ids far outside the pool: reading one is an error.
+    for (int p = 0; p < width; p++)
+      tables[s * width + p] = p * page_size < contexts[s] ? (int32_t)random_below((uint32_t)pages) : 1 << 30;
+  }
+  const int64_t tokens = starts[sequences] + random_below(3), heads = kv_heads * group;
+  const int64_t pool = (int64_t)pages * kv_heads * page_size * dim;
+  struct nm_attention call = {
+      .q = numbers(tokens * heads * dim, dtype, 0), .k_pool = numbers(pool, dtype, 0),
+      .v_pool = numbers(pool, dtype, 0), .out = numbers(tokens * heads * dim, dtype, 1),
+      .query_starts = starts, .context_lens = contexts, .page_tables = tables, .q_stride = heads * dim,
+      .out_stride = heads * dim, .pool_stride = (int64_t)kv_heads * page_size * dim, .num_tokens = tokens,
+      .num_pages = pages, .num_sequences = sequences, .table_width = width, .heads = (int32_t)heads,
+      .kv_heads = kv_heads, .head_dim = dim, .page_size = page_size, .dtype = dtype,
+      .window = random_below(2) ? (int32_t)between(1, 200) : 0, .threads = (int32_t)between(1, 4), .scale = 0.125f,
+      .softcap = random_below(3) ? 0.0f : 20.0f};
+  expect(nm_paged_attention(&call), "nm_paged_attention");
+  const void *buffers[] = {call.q, call.k_pool, call.v_pool, call.out, starts, contexts, tables};
+  for (int i = 0; i < 7; i++) free((void *)buffers[i]);
+}
+
+static void norm(int dtype) {
+  const int64_t outer = random_below(5), inner = between(1, 3), dim = between(1, 70), gap = random_below(4);
+  const int64_t n = outer * inner * dim, spread = outer ? n + (outer - 1) * gap : 0;
+  void *x = numbers(spread, dtype, 0), *residual = random_below(2) ? numbers(n, dtype, 0) : NULL;
+  void *weight = numbers(dim, dtype, 0), *out = numbers(n, dtype, 1);
+  struct nm_norm call = {x, residual, weight, out, outer, inner, dim, inner * dim + gap, inner * dim,
+                         dtype, (int32_t)between(1, 4), 1e-5f, 0.0f};
+  expect(nm_rms_norm(&call), "nm_rms_norm");
+  free(x), free(residual), free(weight), free(out);
+}
+
+static void rope(int dtype) {
+  const int64_t tokens = random_below(6);
+  const int heads = (int)between(1, 4), kv_heads = (int)between(1, 2), dim = 2 * (int)between(1, 40);
+  const int rot = 2 * (int)between(1, (uint32_t)dim / 2), page_size = (int)between(1, 20), pages = 3, max_len = 10;
+  int64_t *slots = malloc(sizeof(int64_t) * (size_t)tokens + 1), *positions = malloc(sizeof(int64_t) * (size_t)tokens + 1);
+  for (int64_t t = 0; t < tokens; t++) {
+    slots[t] = (int64_t)random_below((uint32_t)(pages * page_size) + 1) - 1;
+    positions[t] = random_below((uint32_t)max_len);
+  }
+  const int64_t pool = (int64_t)pages * kv_heads * page_size * dim, row = (int64_t)kv_heads * dim;
+  void *q = numbers(tokens * heads * dim, dtype, 0), *k = numbers(tokens * row, dtype, 0);
+  void *v = numbers(tokens * row, dtype, 0), *k_pool = numbers(pool, dtype, 1), *v_pool = numbers(pool, dtype, 1);
+  float *cos_sin = numbers((int64_t)max_len * rot, NM_F32, 0);
+  struct nm_rope call = {q, k, v, k_pool, v_pool, positions, random_below(4) ? cos_sin : NULL,
+                         random_below(4) ? slots : NULL, (int64_t)heads * dim, row, row, row * page_size, tokens, pages,
+                         max_len, heads, kv_heads, dim, rot, page_size, dtype, 1, (int32_t)between(1, 4)};
+  expect(nm_rope_store(&call), "nm_rope_store");
+  free(q), free(k), free(v), free(k_pool), free(v_pool), free(cos_sin), free(slots), free(positions);
+}
+
+static void rows(int dtype) {
+  const int64_t count = random_below(5), width = between(1, 90), vocab = between(1, 2100);
+  void *gate_up = numbers(count * 2 * width, dtype, 0), *out = numbers(count * width, dtype, 1);
+  for (int gate = 0; gate < 2; gate++)
+    expect(nm_gated_mul(gate_up, out, count, width, 2 * width, dtype, gate, 3), "nm_gated_mul");
+  void *logits = numbers(count * vocab, dtype, random_below(4) == 0);
+  int32_t *ids = malloc(sizeof(int32_t) * (size_t)count + 1);
+  expect(nm_argmax(logits, ids, count, vocab, vocab, dtype, 3), "nm_argmax");
+  free(gate_up), free(out), free(logits), free(ids);
+}
+
+int main(int argc, char **argv) {
+  const int rounds = argc > 1 ? atoi(argv[1]) : 100;
+  nm_set_parallel(team);
+  for (int i = 0; i < rounds; i++) {
+    const int dtype = i % 2;
+    attention(dtype);
+    norm(dtype);
+    rope(dtype);
+    rows(dtype);
+  }
+  return 0;
+}
