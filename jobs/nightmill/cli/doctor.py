@@ -135,7 +135,9 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     if spec is None:
         yield Finding("kernels", Level.WARN, "not installed", "pip install 'nightmill[worker]'")
         return
-    yield Finding("kernels", Level.OK, str(Path(spec.origin or "").parent))
+    built = sorted(path.name for path in (settings.cache / "kernels").glob("nightmill-*.so"))
+    detail = f"{len(built)} built in {settings.cache / 'kernels'}" if built else "built at the first run"
+    yield Finding("kernels", Level.OK, detail)
 
 
 def _packages(settings: Settings) -> Iterator[Finding]:

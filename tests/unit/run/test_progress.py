@@ -78,5 +78,5 @@ def test_the_live_bar_shows_phase_rows_and_notes() -> None:
         reporter.note("pool: 12 pages [x]")
         reporter.progress(replace(PROGRESS, note="draining"))
     shown = screen.getvalue()
-    for words in ("pool: 12 pages [x]", "302/2000", "12.3 rows/s", "draining"):
+    for words in ("pool: 12 pages [x]", "302/2,000", "12.3 rows/s", "draining"):
         assert words in shown

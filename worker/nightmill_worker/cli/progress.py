@@ -8,7 +8,7 @@ from typing import Self
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from nightmill_worker.report import Reporter, RunProgress
 
@@ -67,13 +67,13 @@ class LiveReporter(ProgressReporter):
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[rates]}"),
             console=self._console,
             transient=True,
             refresh_per_second=5,
         )
-        self._task = self._bar.add_task("starting", total=None, rates="")
+        self._task = self._bar.add_task("starting", total=None, count="", rates="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -86,7 +86,7 @@ class LiveReporter(ProgressReporter):
 
     def phase(self, text: str) -> None:
         """The bar's caption."""
-        self._bar.update(self._task, description=text, rates="")
+        self._bar.update(self._task, description=text, total=None, count="", rates="")
 
     def note(self, text: str) -> None:
         """A line above the bar."""
@@ -96,7 +96,12 @@ class LiveReporter(ProgressReporter):
         """Move the bar."""
         done = progress.rows_completed + progress.rows_failed
         self._bar.update(
-            self._task, description="rows", total=progress.rows_total, completed=done, rates=_rates(progress)
+            self._task,
+            description="rows",
+            total=progress.rows_total,
+            completed=done,
+            count=f"{done:,}/{progress.rows_total:,}",
+            rates=_rates(progress),
         )
 
 

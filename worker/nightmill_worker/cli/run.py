@@ -12,6 +12,7 @@ from nightmill.records import EngineOptions, JobOptions, JobSpec, ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill.states import JobStatus
 from nightmill_worker.cli.run_options import engine_options, input_options, job_options, model_options, sampling_options
+from nightmill_worker.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
     from nightmill_worker.cli.progress import ProgressReporter
@@ -32,9 +33,8 @@ _SAMPLING_FLAGS = (
 )
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=SectionedCommand, epilog=EPILOG)
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("-o", "--output", required=True, help="Folder for the output parts: new, empty, or this job's.")
 @input_options
 @model_options
 @sampling_options

@@ -1,12 +1,11 @@
 """The flags of `nightmill run`, by what they are about. Where vLLM has a flag of the same meaning, its name is ours."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+from nightmill_worker.cli.sections import section
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -38,18 +37,11 @@ class ByteSize(click.ParamType[int]):
         return int(float(match[1]) * _BYTES[match[2]])
 
 
-def _all(*options: Decorator) -> Decorator:
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 _positive = click.IntRange(1)
 
-input_options = _all(
+input_options = section(
+    "Input and output",
+    click.option("-o", "--output", required=True, metavar="DIR", help="For the parts: new, empty, or this job's."),
     click.option("--prompt-column", metavar="NAME", help="Column with the prompts.  [default: prompt]"),
     click.option("--messages-column", metavar="NAME", help="Column with chat messages.  [default: messages]"),
     click.option("--system-prompt", metavar="TEXT|@FILE", help="Put before every row that has no system message."),
@@ -60,7 +52,8 @@ input_options = _all(
     click.option("--output-prefix", default="", metavar="TEXT", help="Before the name of every column we add."),
 )
 
-model_options = _all(
+model_options = section(
+    "Model",
     click.option(
         "--model",
         required=True,
@@ -85,7 +78,8 @@ model_options = _all(
     click.option("--max-model-len", type=_positive, metavar="N", help="Prompt and completion tokens of a row at most."),
 )
 
-sampling_options = _all(
+sampling_options = section(
+    "Sampling: defaults, a row's sampling_params go before them",
     click.option("--max-tokens", type=_positive, default=256, show_default=True, help="Generated tokens of a row."),
     click.option("--min-tokens", type=click.IntRange(0), default=0, show_default=True, help="No stop before these."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the most likely token."),
@@ -105,14 +99,16 @@ sampling_options = _all(
     click.option("--strict", is_flag=True, help="max_tokens beyond the context is a row error, not a shorter answer."),
 )
 
-job_options = _all(
+job_options = section(
+    "Job",
     click.option("--shard-rows", type=_positive, default=2000, show_default=True, help="Rows of an output part."),
     click.option("--max-failed-rows", type=click.IntRange(0), metavar="N", help="Stop when more rows than this fail."),
     click.option("--expires-in", type=Duration(), help="Stop after this long: 90s, 30m, 12h, 2d."),
     click.option("--idempotency-key", metavar="TEXT", help="A second job with this key is the first one."),
 )
 
-engine_options = _all(
+engine_options = section(
+    "Engine: speed and memory, never the answers",
     click.option("--max-num-seqs", type=_positive, default=64, show_default=True, help="Rows in the batch at most."),
     click.option("--max-num-batched-tokens", type=_positive, help="Tokens in one step.  [default: 512]"),
     click.option("--page-size", "--block-size", type=click.IntRange(1), help="Tokens of a KV page.  [default: 16]"),
