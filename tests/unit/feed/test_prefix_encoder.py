@@ -57,7 +57,9 @@ def _counting(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str
     return asked
 
 
-_PIECES = st.lists(st.sampled_from(["<a>", "<b>", "<c>", "<a", "b>", "<t>", " ", "  ", "ab", "cab", "12", "é", "\n"]))
+_PIECES = st.lists(
+    st.sampled_from(["<a>", "<b>", "<c>", "<a", "b>", "<t>", "c", " ", "  ", "ab", "cab", "12", "é", "\n"])
+)
 _TEXTS = st.lists(_PIECES.map("".join), min_size=1, max_size=6)
 
 
@@ -67,20 +69,27 @@ def test_ids_are_those_of_the_whole(texts: list[str]) -> None:
     _same(_tokenizer(_special("<a>"), _special("<b>"), AddedToken("<t>", special=False)), texts)
 
 
-@settings(max_examples=150, deadline=None)
-@given(_TEXTS)
-def test_ids_are_those_of_the_whole_with_difficult_tokens(texts: list[str]) -> None:
-    _same(
-        _tokenizer(
-            _special("<a>", rstrip=True),
-            _special("<b>", lstrip=True),
-            _special("<c>", single_word=True),
-            _special("<a><b>"),
-            _special(">ab", normalized=True),
-            AddedToken("b> ", special=False, normalized=False),
-        ),
-        texts,
-    )
+_DIFFICULT = {
+    "takes the space behind it": [_special("<a>", rstrip=True)],
+    "takes the space before it": [_special("<a>", lstrip=True)],
+    "a word of its own only": [_special("<c>", single_word=True), _special("<a>")],
+    "begins another": [_special("<a>"), _special("<a><b>")],
+    "begins another that is no special token": [_special("<a>"), AddedToken("<a> a", special=False, normalized=False)],
+    "another ends where it begins": [_special("12a"), _special("c1")],
+    "another ends with it": [_special("<b>"), _special("12<b>")],
+    "matched after normalising": [_special("<a>", normalized=True), _special("<b>")],
+}
+
+
+@pytest.mark.parametrize("kind", _DIFFICULT)
+def test_ids_are_those_of_the_whole_with_difficult_tokens(kind: str) -> None:
+    @settings(max_examples=200, deadline=None)
+    @given(_TEXTS)
+    def check(texts: list[str]) -> None:
+        _same(tokenizer, texts)
+
+    tokenizer = _tokenizer(*_DIFFICULT[kind], _special("<t>"))
+    check()
 
 
 @settings(max_examples=100, deadline=None)
