@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -85,6 +85,7 @@ _DIFFICULT = {
 def test_ids_are_those_of_the_whole_with_difficult_tokens(kind: str) -> None:
     @settings(max_examples=200, deadline=None)
     @given(_TEXTS)
+    @example(["c12ab"])
     def check(texts: list[str]) -> None:
         _same(tokenizer, texts)
 
