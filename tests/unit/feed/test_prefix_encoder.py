@@ -75,7 +75,7 @@ _DIFFICULT = {
     "a word of its own only": [_special("<c>", single_word=True), _special("<a>")],
     "begins another": [_special("<a>"), _special("<a><b>")],
     "begins another that is no special token": [_special("<a>"), AddedToken("<a> a", special=False, normalized=False)],
-    "another ends where it begins": [_special("12a"), _special("c1")],
+    "another ends where it begins": [_special("12a"), AddedToken("c1", special=False, normalized=False)],
     "another ends with it": [_special("<b>"), _special("12<b>")],
     "matched after normalising": [_special("<a>", normalized=True), _special("<b>")],
 }
