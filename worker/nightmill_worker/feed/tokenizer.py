@@ -51,7 +51,7 @@ class Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json`, the chat template and the EOS ids.
 
         As in transformers, tokenizer.json alone decides which special tokens plain text gets: `add_bos_token` in
-        the configuration counts only for models without one.
+        the configuration does not count.
 
         `now` is the date that chat templates see (see `ChatTemplate`).
 

