@@ -132,8 +132,8 @@ def test_the_system_prompt_comes_first_unless_the_row_has_its_own(chat: Tokenize
 
 def test_messages_without_a_template_are_a_row_error(plain: Tokenizer, chat: Tokenizer) -> None:
     messages = [{"role": "user", "content": "9"}]
-    assert refused(maker(plain).make([row(messages=messages)])[0]) == "template_error"
-    assert refused(maker(chat, chat=False).make([row(messages=messages)])[0]) == "template_error"
+    assert refused(maker(plain).make([row(messages=messages)])[0]) == "invalid_messages"
+    assert refused(maker(chat, chat=False).make([row(messages=messages)])[0]) == "invalid_messages"
 
 
 def test_chat_without_a_template_is_refused_at_once(plain: Tokenizer) -> None:

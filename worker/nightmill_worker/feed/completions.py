@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from nightmill.errors import EngineError, RowErrorCode
 from nightmill.records import Completion
 from nightmill_worker.engine.request import Finished, FinishReason, TokenLogprobs
+from nightmill_worker.feed.detokenize import completion_text
 from nightmill_worker.feed.requests import RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def completion_of(made: RowRequest, finished: Finished, tokenizer: Tokenizer, *, attempt: int) -> Completion:
@@ -26,7 +25,7 @@ def completion_of(made: RowRequest, finished: Finished, tokenizer: Tokenizer, *,
     return Completion(
         row_index=row.row_index,
         custom_id=row.custom_id,
-        text=_text(finished, tokenizer),
+        text=completion_text(tokenizer, finished),
         finish_reason=finished.finish_reason.value,
         prompt_tokens=finished.num_prompt_tokens,
         completion_tokens=len(finished.token_ids),
@@ -49,21 +48,6 @@ def error_completion(made: RowRequest, code: RowErrorCode, message: str, *, atte
         seed=made.row.seed,
         max_tokens_effective=made.request.sampling.max_tokens,
     )
-
-
-def _text(finished: Finished, tokenizer: Tokenizer) -> str:
-    token_ids = finished.token_ids
-    match finished.stop_match:
-        case None:
-            return tokenizer.decode(token_ids)
-        case int():
-            return tokenizer.decode(token_ids[:-1])
-        case stop:
-            text = tokenizer.decode(token_ids)
-            # The stop that counted was completed by the last token; an earlier one may stand before min_tokens.
-            before = len(tokenizer.decode(token_ids[:-1]).rstrip(_REPLACEMENT))
-            at = text.find(stop, max(0, before - len(stop) + 1))
-            return text[:at] if at >= 0 else text
 
 
 def _logprobs(positions: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> str:

@@ -1,15 +1,16 @@
 """Rows to requests: render, tokenise a batch at a time, check against the model's context, clamp."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from nightmill.errors import RowError, RowErrorCode, ValidationError
+from nightmill.errors import RowError, RowErrorCode
 from nightmill.records import Completion, JobSpec
 from nightmill.rows import InputRow
 from nightmill.states import Tier
 from nightmill_worker.engine.request import Request
+from nightmill_worker.feed.chat import PromptRenderer
+from nightmill_worker.feed.prefix import PrefixEncoder
 from nightmill_worker.feed.tokenizer import Tokenizer
 
 
@@ -47,59 +48,42 @@ class RequestMaker:
         Raises:
             ValidationError: `--chat` for a model without a chat template.
         """
-        if spec.chat and not tokenizer.has_chat_template:
-            raise ValidationError("--chat: the model has no chat template", hint="Leave it out, or pass --no-chat.")
         self._tokenizer = tokenizer
         self._spec = spec
         self._job_id = job_id
         self._tier = tier
         self._max_model_len = max_model_len
         self._ids = request_ids or itertools.count()
-        self._chat = tokenizer.has_chat_template if spec.chat is None else spec.chat
+        self._renderer = PromptRenderer(tokenizer, system_prompt=spec.system_prompt, chat=spec.chat)
+        self._prefixes = PrefixEncoder(tokenizer)
 
     def make(self, rows: Sequence[InputRow]) -> list[RowRequest | Completion]:
         """Requests in the order of the rows; a Completion with its error code for a row that cannot run."""
         made: dict[int, RowRequest | Completion] = {}
+        # A template writes the special tokens itself; plain text gets the tokenizer's.
         texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
         for index, row in enumerate(rows):
-            chat = self._chat if row.chat is None else row.chat
             try:
-                texts[chat][index] = self._text(row, chat=chat)
+                rendered = self._renderer.render(row.prompt, row.messages, chat=row.chat)
             except RowError as error:
                 made[index] = _failed(row, error)
-        for chat, batch in texts.items():
-            for index, token_ids in zip(batch, self._encode(list(batch.values()), chat=chat), strict=True):
+            else:
+                texts[rendered.add_special_tokens][index] = rendered.text
+        for special, batch in texts.items():
+            for index, token_ids in zip(batch, self._encode(list(batch.values()), special), strict=True):
                 try:
                     made[index] = RowRequest(rows[index], self._request(rows[index], token_ids))
                 except RowError as error:
                     made[index] = _failed(rows[index], error)
         return [made[index] for index in range(len(rows))]
 
-    def _text(self, row: InputRow, *, chat: bool) -> str:
-        if chat and self._tokenizer.has_chat_template:
-            return self._tokenizer.render_chat(self._messages(row))
-        if row.messages is not None:
-            raise RowError(
-                RowErrorCode.TEMPLATE_ERROR, "messages need a chat template, and this model has none or --no-chat is on"
-            )
-        system = self._spec.system_prompt
-        return f"{system}\n\n{row.prompt}" if system else row.prompt or ""
-
-    def _messages(self, row: InputRow) -> list[Mapping[str, Any]]:
-        messages: list[Mapping[str, Any]] = (
-            [{"role": "user", "content": row.prompt}] if row.messages is None else list(row.messages)
-        )
-        system = self._spec.system_prompt
-        # A row's own system message goes before the job's.
-        if system and not (messages and messages[0].get("role") == "system"):
-            messages.insert(0, {"role": "system", "content": system})
-        return messages
-
-    def _encode(self, texts: list[str], *, chat: bool) -> Iterator[list[int] | RowError]:
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> Iterator[list[int] | RowError]:
         """Tokens of each text; the error of one that the tokenizer cannot take."""
-        # A template writes the special tokens itself; a plain prompt gets the tokenizer's.
         try:
-            yield from self._tokenizer.encode_batch(texts, add_special_tokens=not chat) if texts else []
+            if add_special_tokens:
+                yield from self._tokenizer.encode_batch(texts) if texts else []
+            else:
+                yield from self._prefixes.encode_batch(texts)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -107,7 +91,7 @@ class RequestMaker:
                 yield RowError(RowErrorCode.ENGINE_ERROR, f"the tokenizer failed: {error}")
                 return
             for text in texts:
-                yield from self._encode([text], chat=chat)
+                yield from self._encode([text], add_special_tokens)
 
     def _request(self, row: InputRow, token_ids: list[int] | RowError) -> Request:
         if isinstance(token_ids, RowError):
