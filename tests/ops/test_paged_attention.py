@@ -115,9 +115,9 @@ def test_padding_gives_zeros(isa, dtype, counts, make_case, oracle):
     assert_close(case, out, oracle)
 
 
-@pytest.mark.parametrize("position", [3, 600])
-def test_a_broken_key_breaks_its_own_sequence_only(isa, position, make_case):
-    case = make_case(query_lens=[1, 1], context_lens=[700, 700], dtype=torch.bfloat16)
+@pytest.mark.parametrize(("context", "position"), [(700, 3), (700, 600), (513, 512)])
+def test_a_broken_key_breaks_its_own_sequence_only(isa, context, position, make_case):
+    case = make_case(query_lens=[1, 1], context_lens=[context, context], dtype=torch.bfloat16)
     clean = case.run()
     page = case.meta.page_tables[1, position // 16]
     case.k_pool[page, :, position % 16] = float("nan")

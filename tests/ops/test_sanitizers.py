@@ -9,7 +9,7 @@ from nightmill_kernels.cpu import loader
 from nightmill_kernels.cpu.isa import ISA_FLAGS, available_isas
 
 DRIVER = Path(__file__).with_name("sanitize_driver.c")
-ROUNDS = 60
+ROUNDS = 100
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
 
 
