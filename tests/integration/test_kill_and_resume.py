@@ -18,7 +18,7 @@ from tests.integration.conftest import Bench, Ended
 from tests.integration.test_embedded_run import answers
 
 from nightmill.failpoint import FailpointName
-from nightmill.output.checkpoint import DEFAULT_MAX_ROWS
+from nightmill_worker.shard import CHECKPOINT_ROWS
 from nightmill_worker.supervisor import FeedLimits
 
 ROWS = 600
@@ -96,7 +96,7 @@ def test_case_I022_kill_9_and_run_again(bench: Bench, point: str, expected: list
     assert again["rows"] == again["rows_ok"] == ROWS
     assert again["rows_resumed"] >= 100 * len(before)
     # Guarantee 3: rows in flight, and one checkpoint that was not written yet.
-    assert again["rows_recomputed"] <= IN_FLIGHT + DEFAULT_MAX_ROWS
+    assert again["rows_recomputed"] <= IN_FLIGHT + CHECKPOINT_ROWS
     assert (bench.output / "_SUCCESS").exists()
 
 
@@ -137,9 +137,9 @@ def test_checkpointed_rows_of_an_open_shard_are_not_computed_again(bench: Bench)
         wait_until(lambda: checkpoints(bench), process)
         process.kill()
     again = summary(bench.call(*command))
-    assert again["rows_resumed"] >= DEFAULT_MAX_ROWS
+    assert again["rows_resumed"] >= CHECKPOINT_ROWS
     # Fewer than are durable: none of those is among them.
-    assert 0 < again["rows_recomputed"] < DEFAULT_MAX_ROWS
+    assert 0 < again["rows_recomputed"] < CHECKPOINT_ROWS
     assert [row["row_index"] for row in bench.rows()] == list(range(ROWS))
     assert not checkpoints(bench)
 

@@ -55,7 +55,6 @@ class RunOptions:
     """How this process runs a job; nothing in here changes an answer."""
 
     engine: EngineOptions
-    max_model_len: int | None = None  # None: the model's
     in_process: bool = False
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
 
@@ -171,7 +170,7 @@ class EmbeddedRun:
                 max_num_batched_tokens=batched,
                 enable_prefix_caching=engine.enable_prefix_caching,
                 # The runner knows its model's, and the smaller one counts.
-                max_model_len=self._run_options.max_model_len or NO_LIMIT,
+                max_model_len=NO_LIMIT,
             ),
             in_process=self._run_options.in_process,
             tokenizer_dir=self._model.directory,

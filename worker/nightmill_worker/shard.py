@@ -33,6 +33,7 @@ from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quar
 log = logging.getLogger(__name__)
 
 FEED_ROWS = 64  # tokenised at once
+CHECKPOINT_ROWS = 256
 CHECKPOINT_S = 5.0  # a finished row is durable after this long at the latest
 TURN_S = 0.2  # how late a stop is noticed
 
@@ -78,7 +79,9 @@ class ShardRun:
         self._job_stopped = False
         self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
         self._counts: Counter[str] = Counter()
-        self._writer = CheckpointWriter(context.storage, context.folder.work, lease.range.index, lease.attempt)
+        self._writer = CheckpointWriter(
+            context.storage, context.folder.work, lease.range.index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS
+        )
         self._mark = InflightMark(context.storage, context.folder, lease.range.index)
         self._flushed_at = time.monotonic()
         self._name = f"shard {lease.range.index} of {lease.job_id}"
@@ -237,8 +240,9 @@ class ShardRun:
 
     def _keep(self, completion: Completion) -> None:
         self._count(completion)
-        if self._writer.add(completion):
-            self._flushed()
+        self._writer.add(completion)
+        if self._writer.pending >= CHECKPOINT_ROWS:
+            self._flush()
 
     def _count(self, completion: Completion) -> None:
         if completion.error_code is not None:
@@ -250,11 +254,8 @@ class ShardRun:
         self._counts["cached"] += completion.cached_tokens or 0
 
     def _flush(self) -> None:
+        self._mark.write()  # first: a crash in between must not hide who was inside
         self._writer.flush()
-        self._flushed()
-
-    def _flushed(self) -> None:
-        self._mark.write()
         self._flushed_at = time.monotonic()
 
     def _must_stop(self, mailbox: Mailbox) -> bool:
