@@ -17,13 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from nightmill.records import EngineOptions, ModelSpec
-from nightmill_kernels.backend import active_isa
-from nightmill_worker.engine.step import SampleBatch, StepPlan
-from nightmill_worker.model.runner import ModelRunner, ModelRunnerConfig
+from nightmill_worker.engine.step import Runner, SampleBatch, StepPlan
+from nightmill_worker.model_recipe import ModelRecipe
 
 SMOLLM2_135M = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +39,7 @@ SMOLLM2_135M = {
 SAMPLING = {"greedy": (0.0, 0, 1.0), "plain": (1.0, 0, 1.0), "top-k": (0.8, 50, 1.0), "top-p": (0.8, 0, 0.95)}
 
 
-def build(options: argparse.Namespace) -> ModelRunner:
+def build(options: argparse.Namespace) -> Runner:
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.model or Path(scratch)
         if options.model is None:
@@ -50,10 +47,10 @@ def build(options: argparse.Namespace) -> ModelRunner:
         longest = max(options.context, options.prefill) + 1
         spec = ModelSpec(model="dummy", dtype=options.dtype, load_format="dummy", max_model_len=longest)
         engine = EngineOptions(num_threads=options.threads, pool_bytes=options.pool_mib << 20)
-        return ModelRunnerConfig(model_dir=directory, spec=spec, options=engine).build()
+        return ModelRecipe(directory=directory, spec=spec, options=engine).build()
 
 
-def plan(runner: ModelRunner, sequences: int, query: int, context: int, sampling: str) -> StepPlan:
+def plan(runner: Runner, sequences: int, query: int, context: int, sampling: str) -> StepPlan:
     """`sequences` with `query` new tokens each, the last of which stands at the end of `context` tokens."""
     page_size = runner.pool.page_size
     width = -(-context // page_size)
@@ -105,6 +102,15 @@ def measure(run: Callable[[], object], repeat: int) -> tuple[float, float]:
     return min(times), statistics.median(times)
 
 
+def print_operators(runner: Runner, step: StepPlan) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        for _ in range(3):
+            runner.run(step)
+    print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=44))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory with config.json; default: SmolLM2-135M's shape")
@@ -118,7 +124,11 @@ def main() -> None:
     parser.add_argument("--sampling", choices=SAMPLING, default="greedy")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    runner = build(options)
+    runner = build(options)  # as the engine process does: it decides how torch's threads wait, then loads torch
+    import torch
+
+    from nightmill_kernels.backend import active_isa
+
     steps = {
         "decode": (options.batch, 1, options.context),
         "prefill": (1, options.prefill, options.prefill),
@@ -130,10 +140,7 @@ def main() -> None:
         rate = sequences * query / fastest * 1e3
         print(f"{name:8} {sequences}×{query} at {context}: {fastest:7.2f} ms (median {median:.2f}), {rate:,.0f} tok/s")
         if options.profile:
-            with profile(activities=[ProfilerActivity.CPU]) as trace:
-                for _ in range(3):
-                    runner.run(step)
-            print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=44))
+            print_operators(runner, step)
 
 
 if __name__ == "__main__":

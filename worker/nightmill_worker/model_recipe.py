@@ -21,6 +21,9 @@ class ModelRecipe:
         Raises:
             ModelError: The model is not supported, not readable, or does not fit.
         """
+        from nightmill_worker.model.threads import limit_spinning
+
+        limit_spinning()
         from nightmill_worker.model.runner import ModelRunnerConfig
 
         return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=self.options).build()
