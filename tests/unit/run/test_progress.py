@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from nightmill_worker.cli.progress import LiveReporter, PlainReporter
+from nightmill_worker.cli.progress import LiveReporter, PlainReporter, terminal_reporter
 from nightmill_worker.report import RunProgress
 from nightmill_worker.throughput import Throughput
 
@@ -80,3 +80,12 @@ def test_the_live_bar_shows_phase_rows_and_notes() -> None:
     shown = screen.getvalue()
     for words in ("pool: 12 pages [x]", "302/2,000", "12.3 rows/s", "draining"):
         assert words in shown
+
+
+def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with terminal_reporter(quiet=True) as reporter:
+        reporter.phase("planning")
+        reporter.note("a pool")
+        reporter.progress(PROGRESS)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from nightmill_worker.report import Reporter, RunProgress
+from nightmill_worker.report import Reporter, RunProgress, SilentReporter
 
 PLAIN_EVERY_S = 5.0
 
@@ -27,8 +27,15 @@ class ProgressReporter(Reporter, AbstractContextManager["ProgressReporter"]):
 def terminal_reporter(*, quiet: bool) -> ProgressReporter:
     """The reporter that fits this stderr."""
     if quiet:
-        return PlainReporter(every_s=float("inf"))
+        return QuietReporter()
     return LiveReporter() if sys.stderr.isatty() else PlainReporter()
+
+
+class QuietReporter(SilentReporter, ProgressReporter):
+    """Nothing: errors still come as errors."""
+
+    def __enter__(self) -> Self:
+        return self
 
 
 class PlainReporter(ProgressReporter):
@@ -43,8 +50,7 @@ class PlainReporter(ProgressReporter):
 
     def phase(self, text: str) -> None:
         """A line."""
-        if self._every_s != float("inf"):
-            click.echo(text, err=True)
+        click.echo(text, err=True)
 
     def note(self, text: str) -> None:
         """A line."""
