@@ -35,7 +35,7 @@ setup: $(VENV)/.dev  ## make .venv and install nightmill with everything it need
 .PHONY: demo
 demo: $(VENV)/.worker  ## the main job: 64 Parquet prompts through a real model into ./demo-out
 	$(BIN)/nightmill run examples/packages.parquet -o demo-out --model demo --prompt-column description \
-		--system-prompt "Summarise this software package in one short sentence." --max-tokens 32
+		--system-prompt "Summarise this software package in one short sentence." --max-tokens 48
 	$(BIN)/nightmill results demo-out --limit 5
 
 .PHONY: lint

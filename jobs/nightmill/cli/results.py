@@ -8,6 +8,7 @@ from typing import BinaryIO
 import click
 
 from nightmill.cli.find import find_job, job_argument, open_store
+from nightmill.cli.first_rows import show_first_rows
 from nightmill.cli.show import json_option, show_json, show_note
 from nightmill.errors import StorageError
 from nightmill.output.openai import write_openai_files
@@ -20,9 +21,12 @@ from nightmill.records import CommittedShard, JobInfo
     "--openai", "results_path", metavar="FILE", help="Write completions as OpenAI batch output lines; - for stdout."
 )
 @click.option("--openai-errors", "errors_path", metavar="FILE", help="Write rows without a completion likewise.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Show the first N completions.")
 @json_option
-def results(job: str | None, results_path: str | None, errors_path: str | None, as_json: bool) -> None:
-    """Print the output folder of a job; with --json also its parts, with --openai convert them.
+def results(
+    job: str | None, results_path: str | None, errors_path: str | None, limit: int | None, as_json: bool
+) -> None:
+    """Print the output folder of a job; with --limit some completions, with --openai convert all of them.
 
     The parts are Parquet, one schema for all: read the folder with whatever reads Parquet.
     """
@@ -31,6 +35,8 @@ def results(job: str | None, results_path: str | None, errors_path: str | None, 
         shards = store.shard_results(info.job_id)
     if results_path or errors_path:
         _convert(info, results_path or os.devnull, errors_path or os.devnull)
+    elif limit is not None:
+        show_first_rows(info, shards, limit, as_json=as_json)
     elif as_json:
         show_json(_listing(info, shards))
     else:

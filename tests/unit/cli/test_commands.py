@@ -124,6 +124,17 @@ def test_results_prints_the_folder_alone(finished: Bench) -> None:
     assert all(Path(part["uri"]).stat().st_size == part["bytes"] for part in listing["parts"])
 
 
+def test_results_shows_the_first_rows_in_order(finished: Bench) -> None:
+    rows = [json.loads(line) for line in call(finished, "results", "--limit", "6", "--json").stdout.splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"id-{i}" for i in range(6)]
+    assert [row["error_code"] for row in rows] == [None] * 4 + ["null_prompt", None]
+    assert all((row["completion"] is None) == (row["error_code"] is not None) for row in rows)
+    assert len(call(finished, "results", "--limit", "99", "--json").stdout.splitlines()) == 30
+    text = call(finished, "results", "--limit", "5").stdout
+    assert "id-3" in text
+    assert "null_prompt" in text
+
+
 def test_results_as_openai_files(finished: Bench, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     result = call(finished, "results", "--openai", str(good), "--openai-errors", str(bad))
