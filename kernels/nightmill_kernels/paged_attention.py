@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for
 from nightmill_kernels.cpu.library import DTYPES, AttentionCall
+from nightmill_kernels.layout import heads_dense, pages_dense
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_kernels.reference import paged_attention as reference
 
@@ -29,10 +30,10 @@ def paged_attention(
     among them, may hold anything, NaN included. `out` may be given (rows contiguous) and is returned.
     Raises ValueError for a layout it cannot take.
     """
-    _check(q, k_pool, v_pool, meta, window)
+    _check(q, k_pool, v_pool, meta, scale, window, softcap)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    elif out.shape != q.shape or out.dtype != q.dtype or not _heads_contiguous(out):
+    elif out.shape != q.shape or out.dtype != q.dtype or not heads_dense(out):
         raise ValueError(
             f"out {out.dtype} {tuple(out.shape)} must be like q, {q.dtype} {tuple(q.shape)}, heads contiguous"
         )
@@ -80,16 +81,15 @@ def _call(
     )
 
 
-def _heads_contiguous(x: Tensor) -> bool:
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
-
-
-def _pages_contiguous(pool: Tensor) -> bool:
-    _, _, page_size, head_dim = pool.shape
-    return pool.stride()[1:] == (page_size * head_dim, head_dim, 1)
-
-
-def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, meta: AttentionMetadata, window: int | None) -> None:
+def _check(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
     if k_pool.shape != v_pool.shape or k_pool.dim() != 4 or q.dim() != 3:
         raise ValueError(
             f"q {tuple(q.shape)} must be [T, H, D], pools {tuple(k_pool.shape)} and {tuple(v_pool.shape)} "
@@ -99,13 +99,15 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor, meta: AttentionMetadata, w
         raise ValueError(f"q {tuple(q.shape)} does not fit pools {tuple(k_pool.shape)}: same D, H a multiple of Hk")
     if not (q.dtype == k_pool.dtype == v_pool.dtype):
         raise ValueError(f"q is {q.dtype}, pools are {k_pool.dtype} and {v_pool.dtype}: one dtype is needed")
-    if not (_heads_contiguous(q) and _pages_contiguous(k_pool) and k_pool.stride() == v_pool.stride()):
+    if not (heads_dense(q) and pages_dense(k_pool) and k_pool.stride() == v_pool.stride()):
         raise ValueError(
             f"strides of q {q.stride()} and pools {k_pool.stride()}, {v_pool.stride()}: the heads of a token and each "
             "page must be contiguous, both pools alike"
         )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: a token sees at least itself, pass None for no window")
+    if not scale > 0.0 or (softcap is not None and not softcap > 0.0):
+        raise ValueError(f"scale is {scale}, softcap is {softcap}: both must be positive, softcap may be None")
     sequences = meta.num_sequences
     if meta.query_starts.shape != (sequences + 1,) or meta.page_tables.shape[0] != sequences:
         raise ValueError(

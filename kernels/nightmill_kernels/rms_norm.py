@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for
 from nightmill_kernels.cpu.library import DTYPES, NormCall
+from nightmill_kernels.layout import heads_dense
 from nightmill_kernels.reference import rms_norm as reference
 
 
@@ -17,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     _check(x, weight)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif out.shape != x.shape or out.dtype != x.dtype or not _rows_contiguous(out):
+    elif out.shape != x.shape or out.dtype != x.dtype or not heads_dense(out):
         raise ValueError(f"out {out.dtype} {tuple(out.shape)} must be like x, {x.dtype} {tuple(x.shape)}")
     library = library_for(x, weight)
     if library is not None and library.rms_norm(_call(x, None, weight, out, eps, weight_offset)):
@@ -64,12 +65,8 @@ def _call(
     )
 
 
-def _rows_contiguous(x: Tensor) -> bool:
-    return x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2])
-
-
 def _check(x: Tensor, weight: Tensor) -> None:
     if x.dim() not in (2, 3) or weight.shape != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} must be [T, F] or [T, H, D], weight {tuple(weight.shape)} its last size")
-    if not (_rows_contiguous(x) and weight.is_contiguous()):
+    if not (heads_dense(x) and weight.is_contiguous()):
         raise ValueError(f"rows of x must be contiguous, not strides {x.stride()}, and weight too")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
+from nightmill_kernels.layout import heads_dense
 from nightmill_kernels.reference import rope as reference
 from nightmill_kernels.reference import store_kv as store_reference
 from nightmill_kernels.store_kv import check_store, store_fields
@@ -75,5 +76,5 @@ def _check(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     if positions.dtype not in (torch.int32, torch.int64) or not positions.is_contiguous():
         raise ValueError(f"positions must be contiguous int32 or int64, not {positions.dtype} {positions.stride()}")
     for x in (q, k):
-        if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        if not heads_dense(x):
             raise ValueError(f"q and k must have contiguous heads, not strides {x.stride()}")

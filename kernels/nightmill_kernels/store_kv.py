@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
+from nightmill_kernels.layout import heads_dense, pages_dense
 from nightmill_kernels.reference import store_kv as reference
 
 
@@ -42,7 +43,7 @@ def store_fields(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Te
 
 def check_store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Raise ValueError for shapes and strides that cannot be stored."""
-    _, kv_heads, page_size, head_dim = k_pool.shape
+    _, kv_heads, _, head_dim = k_pool.shape
     if k.shape != v.shape or slots.shape != k.shape[:1] or k.shape[1:] != (kv_heads, head_dim):
         raise ValueError(
             f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [T, {kv_heads}, {head_dim}] as the pools "
@@ -50,10 +51,10 @@ def check_store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Ten
         )
     if k_pool.shape != v_pool.shape or k_pool.stride() != v_pool.stride():
         raise ValueError(f"pools {tuple(k_pool.shape)} and {tuple(v_pool.shape)} must have one shape and layout")
-    if k_pool.stride()[1:] != (page_size * head_dim, head_dim, 1):
+    if not pages_dense(k_pool):
         raise ValueError(f"each page of the pool must be contiguous, not strides {k_pool.stride()}")
     if slots.dtype != torch.int64 or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int64, not {slots.dtype} {slots.stride()}")
     for x in (k, v):
-        if x.stride(2) != 1 or x.stride(1) != head_dim:
+        if not heads_dense(x):
             raise ValueError(f"k and v must have contiguous heads, not strides {x.stride()}")

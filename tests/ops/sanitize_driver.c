@@ -97,7 +97,8 @@ static void expect(int got, const char *what) {
 static void attention(int dtype) {
   static const int dims[] = {16, 64, 80, 96, 128, 256};
   const int sequences = (int)random_below(4), dim = dims[random_below(6)], kv_heads = (int)between(1, 2);
-  const int group = (int)between(1, 9), page_size = random_below(2) ? 16 : (int)between(1, 40), width = 800 / page_size + 1;
+  const int group = (int)between(1, 9), page_size = random_below(2) ? 16 : (int)between(1, 40);
+  const int width = 800 / page_size + 1;
   int32_t *starts = give(sizeof(int32_t) * (size_t)(sequences + 1));
   int32_t *contexts = give(sizeof(int32_t) * (size_t)sequences);
   int32_t *tables = give(sizeof(int32_t) * (size_t)(sequences * width));

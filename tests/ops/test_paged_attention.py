@@ -249,5 +249,8 @@ def test_refuses_layouts_it_cannot_take(isa, make_case):
         dataclasses.replace(case, k_pool=case.k_pool.transpose(1, 2).contiguous().transpose(1, 2)).run()
     with pytest.raises(ValueError, match="window"):
         dataclasses.replace(case, window=0).run()
+    for wrong in ({"scale": 0.0}, {"scale": float("nan")}, {"softcap": 0.0}):
+        with pytest.raises(ValueError, match="must be positive"):
+            dataclasses.replace(case, **wrong).run()
     with pytest.raises(ValueError, match="query_starts"):
         changed_meta(case, query_starts=case.meta.query_starts[:2]).run()

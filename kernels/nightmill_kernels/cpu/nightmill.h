@@ -1,9 +1,10 @@
 // The library's C interface: plain structs, no torch, no OpenMP headers. The Python side mirrors them in library.py.
 //
-// Numerics, all functions: values are widened to fp32, summed in fp32 and rounded once to the output's type. Each output
-// row is computed by one thread in an order that depends on that row alone, so a result never depends on the other rows
-// of a call, on the number of threads or on how work was split among them. Different instruction sets differ in the
-// last bits.
+// Numerics, all functions: values are widened to fp32, summed in fp32 and rounded once to the output's type. (One
+// exception: where the processor multiplies bf16 directly, attention rounds its weights to bf16 before the second
+// product.) Each output row is summed in an order that depends on that row alone, so a result never depends on the
+// other rows of a call, on the number of threads or on how work was split among them. Different instruction sets differ
+// in the last bits.
 #ifndef NIGHTMILL_H
 #define NIGHTMILL_H
 

@@ -1,207 +1,277 @@
-// The inner products of attention: a strip of rows against a block of keys, in registers.
-//
-// Operands are 32-bit units: one fp32, or (PAIR) two neighbouring bf16 that one instruction multiplies and sums. Rows lie
-// unit after unit; the block is packed with the rows' dimension outermost, so that a vector holds one unit of VW columns.
+// One tile of attention: the queries of one sequence that share a KV head, against the keys they see.
 #ifndef NIGHTMILL_TILE_H
 #define NIGHTMILL_TILE_H
 
-#include "vec.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define HAVE_PAIR 1
-#else
-#define HAVE_PAIR 0
-#endif
+#include "nightmill.h"
+#include "product.h"
 
 enum {
-  KEYS = 64,          // keys in a block
-  STRIP = 6,          // rows in a strip: with PANEL_VECTORS accumulators each they fill the register file
-  MAX_HEAD_DIM = 256,
-#if VW == 16
-  PANEL_VECTORS = 4,
-#else
-  PANEL_VECTORS = 2,
-#endif
+  SEGMENT = 512,      // keys; a multiple of KEYS
+  MAX_ROWS = 128,     // rows of a tile
+  STATE = 8192,       // floats of a tile's running sums: 128 rows of 64, 32 rows of 256
+  GROUP = 16,         // keys packed at a time
 };
 
-typedef uint32_t unit;
+struct tile {
+  int32_t sequence, kv_head, first, count;  // queries [first, first + count) of the sequence
+  int32_t low, high;                        // keys [low, high) are visible to some of its rows
+  int64_t first_part;                       // its parts lie one after the other
+};
 
-// acc[r][j] += Σ_d a[r][d] · b[d][j] for R rows and N vectors of columns; R, N and pair are constants.
-INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                     int depth, const int R, const int N, const int pair) {
-  for (int d = 0; d < depth; d++) {
-    vf column[PANEL_VECTORS];
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) memcpy(&column[j], b + d * b_stride + j * VW, sizeof(vf));
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
+struct sums {  // a tile's running softmax
+  float *acc;  // [rows, D], not yet divided by l
+  float *m;    // [rows] largest score so far, in units of log2; -inf: nothing seen
+  float *l;    // [rows, VW] Σ 2^(score - m), lane by lane
+};
+
+struct scratch {
+  unit q[STATE], k[KEYS * MAX_HEAD_DIM], v[KEYS * MAX_HEAD_DIM];
+  float acc[2][STATE], m[2][MAX_ROWS], l[2][MAX_ROWS * VW];
+  float scores[STRIP * KEYS];
+  uint16_t weights[STRIP * KEYS];
+  float gathered[2][GROUP * MAX_HEAD_DIM];  // K and V of a group that is not in one piece
+  int32_t low[MAX_ROWS], high[MAX_ROWS];  // keys [low, high) are visible to the row
+};
+
+// One per thread for the life of the thread: no allocation and no page faults in a call.
+static _Thread_local struct scratch thread_scratch __attribute__((aligned(64)));
+
+static int smaller(int a, int b) { return a < b ? a : b; }
+static int larger(int a, int b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------- softmax of a strip
+
+static __attribute__((noinline)) void cap_row(float *x, int width, float scale) {
+  for (int i = 0; i < width; i += VW) store(x, i, tanh_v(load(x, i, 0) * scale), 0);
+}
+
+static __attribute__((noinline)) void mask_row(float *x, int width, int low, int high) {
+  for (int i = 0; i < width; i += VW) {
+    const vi key = lane_index() + i;
+    store(x, i, choose((key >= low) & (key < high), load(x, i, 0), splat(-INFINITY)), 0);
+  }
+}
+
+static __attribute__((noinline)) void rescale(float *acc, int dim, float *l, float exponent) {
+  const vf shrink = exp2_v(splat(exponent));
+  for (int i = 0; i < dim; i += VW) store(acc, i, load(acc, i, 0) * shrink, 0);
+  store(l, 0, load(l, 0, 0) * shrink, 0);
+}
+
+// Scores [rows, KEYS] become weights in place (fp32) or in `weights` (bf16); the sums so far are rescaled when a row's
+// maximum grows.
+static void softmax(const struct nm_attention *call, struct scratch *s, struct sums sums, int row, int rows, int block,
+                    int width, int pair) {
+  const float scale = (call->softcap > 0.0f ? call->softcap : call->scale) * LOG2E;
+  const int dim = call->head_dim;
+  vf top[STRIP];
+  for (int r = 0; r < rows; r++) {
+    float *x = s->scores + r * KEYS;
+    const int low = s->low[row + r] - block, high = s->high[row + r] - block;
+    if (call->softcap > 0.0f) cap_row(x, width, call->scale / call->softcap);
+    if (low > 0 || high < width) mask_row(x, width, low, high);
+    top[r] = load(x, 0, 0);
+    for (int i = VW; i < width; i += VW) top[r] = vmax(load(x, i, 0), top[r]);
+  }
+  for (int r = 0; r < rows; r++) {
+    const float before = sums.m[row + r], best = hmax(top[r]) * scale, m = best > before ? best : before;
+    const vf base = splat(m == -INFINITY ? 0.0f : -m);
+    float *x = s->scores + r * KEYS, *l = sums.l + (row + r) * VW;
+    vf total = splat(0.0f);
+    for (int i = 0; i < width; i += VW) {
+      const vf weight = exp2_v(fma_v(load(x, i, 0), splat(scale), base));
+      total += weight;
 #if HAVE_PAIR
       if (pair) {
-        const __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[r * a_stride + d]);
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) acc[r][j] = (vf)_mm512_dpbf16_ps((__m512)acc[r][j], x, (__m512bh)column[j]);
+        const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
+        _mm256_storeu_si256((__m256i *)(s->weights + r * KEYS + i), narrow);
         continue;
       }
 #endif
-      (void)pair;
-      float x;
-      memcpy(&x, a + r * a_stride + d, 4);
-#pragma GCC unroll 4
-      for (int j = 0; j < N; j++) acc[r][j] = fma_v(splat(x), column[j], acc[r][j]);
+      store(x, i, weight, 0);
     }
-  }
-}
-
-// out[r][0:N·VW] (+)= a · b, `add` telling whether out already holds a sum.
-INLINE void panel(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                  int depth, const int R, const int N, const int add, const int pair) {
-  vf acc[STRIP][PANEL_VECTORS];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) acc[r][j] = add ? load(out + r * out_stride, j * VW, 0) : splat(0.0f);
-  multiply(acc, a, a_stride, b, b_stride, depth, R, N, pair);
-#pragma GCC unroll 6
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) store(out + r * out_stride, j * VW, acc[r][j], 0);
-}
-
-// All columns: full panels, then what is left in smaller ones. `columns` is a multiple of 16.
-INLINE void product(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                    int depth, int columns, const int R, const int add, const int pair) {
-  int c = 0;
-  for (; c + PANEL_VECTORS * VW <= columns; c += PANEL_VECTORS * VW)
-    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, PANEL_VECTORS, add, pair);
-#if VW == 16
-  if (columns - c >= 2 * VW) {
-    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 2, add, pair);
-    c += 2 * VW;
-  }
-  if (c < columns) panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 1, add, pair);
-#endif
-}
-
-// ---------------------------------------------------------------- packing
-
-// Four rows of four units, transposed. Split: two bf16 become two fp32, each in its own row of the block.
-INLINE void transpose4(const unit *rows, int64_t stride, unit *out, int64_t out_stride, const int split) {
-  typedef uint32_t u4 __attribute__((vector_size(16)));
-  typedef int32_t i4 __attribute__((vector_size(16)));
-  u4 a, b, c, d;
-  memcpy(&a, rows, 16);
-  memcpy(&b, rows + stride, 16);
-  memcpy(&c, rows + 2 * stride, 16);
-  memcpy(&d, rows + 3 * stride, 16);
-#if defined(__clang__)
-#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shufflevector(x, y, i0, i1, i2, i3)
-#else
-#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shuffle(x, y, (i4){i0, i1, i2, i3})
-#endif
-  const u4 ab_low = SHUFFLE4(a, b, 0, 4, 1, 5), ab_high = SHUFFLE4(a, b, 2, 6, 3, 7);
-  const u4 cd_low = SHUFFLE4(c, d, 0, 4, 1, 5), cd_high = SHUFFLE4(c, d, 2, 6, 3, 7);
-  const u4 turned[4] = {SHUFFLE4(ab_low, cd_low, 0, 1, 4, 5), SHUFFLE4(ab_low, cd_low, 2, 3, 6, 7),
-                        SHUFFLE4(ab_high, cd_high, 0, 1, 4, 5), SHUFFLE4(ab_high, cd_high, 2, 3, 6, 7)};
-  for (int i = 0; i < 4; i++) {
-    if (split) {
-      const u4 even = turned[i] << 16, odd = turned[i] & 0xffff0000u;
-      memcpy(out + (2 * i) * out_stride, &even, 16);
-      memcpy(out + (2 * i + 1) * out_stride, &odd, 16);
-    } else {
-      memcpy(out + i * out_stride, &turned[i], 16);
+    (void)pair;
+    if (m > before) {
+      sums.m[row + r] = m;
+      if (before != -INFINITY) rescale(sums.acc + (int64_t)(row + r) * dim, dim, l, before - m);
     }
+    store(l, 0, load(l, 0, 0) + total, 0);
   }
 }
 
-#if defined(__AVX512F__)
-// Sixteen rows of `width` units, 16 or 8, transposed.
-INLINE void transpose16(const unit *rows, int64_t stride, const int width, unit *out, int64_t out_stride,
-                        const int split) {
-  const __mmask16 real = (__mmask16)((1u << width) - 1u);
-  __m512i x[16], y[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) x[i] = _mm512_maskz_loadu_epi32(real, rows + i * stride);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
-    x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
-    x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
-    x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
-  }
-  // x[4g + c] holds column c of each 128-bit lane for rows 4g..4g+3: lanes and row groups trade places.
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    const __m512i low01 = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x44), high01 = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xee);
-    const __m512i low23 = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x44);
-    const __m512i high23 = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xee);
-    y[c] = _mm512_shuffle_i32x4(low01, low23, 0x88);
-    y[4 + c] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
-    y[8 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
-    y[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < width; i++) {
-    if (split) {
-      _mm512_storeu_si512(out + (2 * i) * out_stride, _mm512_slli_epi32(y[i], 16));
-      _mm512_storeu_si512(out + (2 * i + 1) * out_stride, _mm512_and_si512(y[i], _mm512_set1_epi32((int)0xffff0000)));
-    } else {
-      _mm512_storeu_si512(out + i * out_stride, y[i]);
-    }
-  }
-}
-#endif
+// ---------------------------------------------------------------- one block of keys
 
-// K of 16 keys, [16, head_dim] bf16 or fp32, into columns of the block: out[unit of the head][key].
-INLINE void pack_k(const void *keys, int head_dim, unit *out, const int bf16, const int pair) {
-  const int units = bf16 ? head_dim / 2 : head_dim;
-  const int split = bf16 && !pair;
-  const unit *rows = keys;
-#if defined(__AVX512F__)
-  int u = 0;
-  for (; u + 16 <= units; u += 16)
-    transpose16(rows + u, units, 16, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
-  if (u < units) transpose16(rows + u, units, 8, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
-#else
-  for (int u = 0; u < units; u += 4)
-    for (int key = 0; key < 16; key += 4)
-      transpose4(rows + key * units + u, units, out + (split ? 2 : 1) * (int64_t)u * KEYS + key, KEYS, split);
-#endif
-}
-
-// V of 16 keys, [16, head_dim], into rows of the block: out[key or pair of keys][head_dim].
-INLINE void pack_v(const void *values, int head_dim, unit *out, const int bf16, const int pair) {
+// `values`: the block's groups of V as they lie, or NULL when they are packed in the scratch.
+INLINE void strip_of(const struct nm_attention *call, struct scratch *s, struct sums sums, int row, int block,
+                     int width, const void *const *values, const int R, const int pair) {
+  const int dim = call->head_dim, units = pair ? dim / 2 : dim;
+  product(s->scores, KEYS, s->q + (int64_t)row * units, units, s->k, KEYS, units, KEYS, R, 0, pair);
+  softmax(call, s, sums, row, R, block, width, pair);
+  const unit *weights = pair ? (const unit *)s->weights : (const unit *)s->scores;
 #if HAVE_PAIR
-  if (pair) {
-    static const uint16_t order[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
-                                       16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    const __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
-    for (int c = 0; c + 32 <= head_dim; c += 32) {
-      const uint16_t *from = (const uint16_t *)values + c;
-#pragma GCC unroll 8
-      for (int key = 0; key < 16; key += 2) {
-        const __m512i x = _mm512_loadu_si512(from + key * head_dim), y = _mm512_loadu_si512(from + (key + 1) * head_dim);
-        _mm512_storeu_si512(out + key / 2 * head_dim + c, _mm512_permutex2var_epi16(x, low, y));
-        _mm512_storeu_si512(out + key / 2 * head_dim + c + 16, _mm512_permutex2var_epi16(x, high, y));
-      }
-    }
-    if (head_dim % 32)
-      for (int key = 0; key < 16; key += 2) {
-        const uint16_t *from = (const uint16_t *)values + (key + 1) * head_dim - 16;
-        const __m512i x = _mm512_maskz_loadu_epi16(0xffff, from), y = _mm512_maskz_loadu_epi16(0xffff, from + head_dim);
-        _mm512_storeu_si512(out + (key / 2 + 1) * head_dim - 16, _mm512_permutex2var_epi16(x, low, y));
-      }
+  if (pair && values) {
+    product_v(sums.acc + (int64_t)row * dim, dim, weights, KEYS / 2, values, width, R);
     return;
   }
 #endif
-  (void)pair;
-  for (int i = 0; i < 16 * head_dim; i += VW) store(out, i, load(values, i, bf16), 0);
+  (void)values;
+  product(sums.acc + (int64_t)row * dim, dim, weights, pair ? KEYS / 2 : KEYS, s->v, dim, pair ? width / 2 : width,
+          dim, R, 1, pair);
+}
+
+INLINE void strips_of(const struct nm_attention *call, struct scratch *s, struct sums sums, int rows, int block,
+                      int width, const void *const *values, const int pair) {
+  const int count = (rows + STRIP - 1) / STRIP;
+  for (int i = 0, row = 0; i < count; i++) {
+    const int height = (rows - row + count - i - 1) / (count - i);
+    switch (height) {
+      case 1: strip_of(call, s, sums, row, block, width, values, 1, pair); break;
+      case 2: strip_of(call, s, sums, row, block, width, values, 2, pair); break;
+      case 3: strip_of(call, s, sums, row, block, width, values, 3, pair); break;
+      case 4: strip_of(call, s, sums, row, block, width, values, 4, pair); break;
+      case 5: strip_of(call, s, sums, row, block, width, values, 5, pair); break;
+      default: strip_of(call, s, sums, row, block, width, values, 6, pair); break;
+    }
+    row += height;
+  }
+}
+
+// Byte offset of a key's row in both pools, and how many keys from it on lie in one piece.
+static int64_t locate(const struct nm_attention *call, const struct tile *tile, int key, int *run) {
+  const int64_t size = call->dtype == NM_BF16 ? 2 : 4;
+  const int page = key / call->page_size, offset = key % call->page_size;
+  const int64_t id = call->page_tables[(int64_t)tile->sequence * call->table_width + page];
+  *run = call->page_size - offset;
+  return (id * call->pool_stride + ((int64_t)tile->kv_head * call->page_size + offset) * call->head_dim) * size;
+}
+
+// Pages lie anywhere, so the hardware cannot guess the next ones: ask for them while this block is being computed.
+static void prefetch(const struct nm_attention *call, const struct tile *tile, int block) {
+  const int64_t row = call->head_dim * (call->dtype == NM_BF16 ? 2 : 4);
+  const int last = smaller(tile->high, block + KEYS);
+  for (int key = larger(tile->low, block), run; key < last; key += run) {
+    const int64_t at = locate(call, tile, key, &run);
+    run = smaller(run, last - key);
+    for (int64_t byte = 0; byte < run * row; byte += 64) {
+      __builtin_prefetch((const char *)call->k_pool + at + byte, 0, 2);
+      __builtin_prefetch((const char *)call->v_pool + at + byte, 0, 2);
+    }
+  }
+}
+
+// K and V of GROUP keys from `key` on, in one piece: where they lie, or gathered into `spare`. Keys that no row of the
+// tile sees become zeros: their slots may hold NaN, which a weight of zero would not hide.
+static void group_of(const struct nm_attention *call, const struct tile *tile, int key, void *const spare[2],
+                     const void *found[2]) {
+  const int64_t row = call->head_dim * (call->dtype == NM_BF16 ? 2 : 4);
+  const char *const pools[2] = {call->k_pool, call->v_pool};
+  int run;
+  if (key >= tile->low && key + GROUP <= tile->high) {
+    const int64_t at = locate(call, tile, key, &run);
+    for (int i = 0; i < 2; i++) found[i] = pools[i] + at;
+    if (run >= GROUP) return;
+  }
+  for (int i = 0; i < 2; i++) found[i] = memset(spare[i], 0, (size_t)(GROUP * row));
+  const int last = smaller(key + GROUP, tile->high);
+  for (int i = larger(key, tile->low); i < last; i += run) {
+    const int64_t at = locate(call, tile, i, &run), to = (i - key) * row;
+    run = smaller(run, last - i);
+    for (int j = 0; j < 2; j++) memcpy((char *)spare[j] + to, pools[j] + at, (size_t)(run * row));
+  }
+}
+
+INLINE void block_in(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
+                     int rows, int block, const int bf16, const int pair) {
+  const int width = smaller(KEYS, (tile->high - block + GROUP - 1) / GROUP * GROUP), dim = call->head_dim;
+  const int in_place = pair && rows <= STRIP && dim % 64 == 0;
+  const void *values[KEYS / GROUP];
+  prefetch(call, tile, block + KEYS);
+  for (int i = 0; i < width; i += GROUP) {
+    const void *found[2];
+    // V that stays in place does not need its scratch: gathered groups go there.
+    void *const spare[2] = {s->gathered[0], in_place ? (void *)(s->v + (int64_t)i * MAX_HEAD_DIM) : s->gathered[1]};
+    group_of(call, tile, block + i, spare, found);
+    pack_k(found[0], dim, s->k + i, bf16, pair);
+    values[i / GROUP] = found[1];
+    if (!in_place) pack_v(found[1], dim, s->v + (int64_t)(pair ? i / 2 : i) * dim, bf16, pair);
+  }
+  strips_of(call, s, sums, rows, block, width, in_place ? values : NULL, pair);
+}
+
+static void block_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
+                     int rows, int block) {
+  if (call->dtype == NM_F32)
+    block_in(call, tile, s, sums, rows, block, 0, 0);
+  else
+    block_in(call, tile, s, sums, rows, block, 1, HAVE_PAIR);
+}
+
+// ---------------------------------------------------------------- tiles
+
+static void clear(struct sums sums, int rows, int dim) {
+  memset(sums.acc, 0, sizeof(float) * (size_t)rows * (size_t)dim);
+  memset(sums.l, 0, sizeof(float) * (size_t)rows * VW);
+  for (int r = 0; r < rows; r++) sums.m[r] = -INFINITY;
+}
+
+// into ⊕= from, by the larger maximum. A side that has seen nothing leaves the other as it is, bit for bit.
+static void merge(struct sums into, struct sums from, int rows, int dim) {
+  for (int r = 0; r < rows; r++) {
+    if (hsum(load(from.l, r * VW, 0)) == 0.0f) continue;  // not by m: a NaN among the scores must get through
+    const float m = into.m[r] > from.m[r] ? into.m[r] : from.m[r];
+    const vf a = exp2_v(splat(into.m[r] - m)), b = exp2_v(splat(from.m[r] - m));
+    float *x = into.acc + (int64_t)r * dim;
+    const float *y = from.acc + (int64_t)r * dim;
+    for (int i = 0; i < dim; i += VW) store(x, i, fma_v(load(x, i, 0), a, load(y, i, 0) * b), 0);
+    store(into.l, r * VW, fma_v(load(into.l, r * VW, 0), a, load(from.l, r * VW, 0) * b), 0);
+    into.m[r] = m;
+  }
+}
+
+static int query_start(const struct nm_attention *call, const struct tile *tile) {
+  return call->query_starts[tile->sequence] + tile->first;
+}
+
+static void emit(const struct nm_attention *call, const struct tile *tile, struct sums sums) {
+  const int group = call->heads / call->kv_heads, dim = call->head_dim, bf16 = call->dtype == NM_BF16;
+  const int64_t size = bf16 ? 2 : 4;
+  for (int r = 0; r < tile->count * group; r++) {
+    const int64_t token = query_start(call, tile) + r / group;
+    char *out = (char *)call->out + token * call->out_stride * size;
+    const int64_t at = (int64_t)(tile->kv_head * group + r % group) * dim;
+    const float total = hsum(load(sums.l, r * VW, 0));
+    const vf share = splat(total == 0.0f ? 0.0f : 1.0f / total);
+    for (int i = 0; i < dim; i += VW) store(out, at + i, load(sums.acc + (int64_t)r * dim, i, 0) * share, bf16);
+  }
+}
+
+static void load_queries(const struct nm_attention *call, const struct tile *tile, struct scratch *s) {
+  const int group = call->heads / call->kv_heads, dim = call->head_dim, bf16 = call->dtype == NM_BF16;
+  const int64_t size = bf16 ? 2 : 4;
+  const int length = call->query_starts[tile->sequence + 1] - call->query_starts[tile->sequence];
+  for (int i = 0; i < tile->count; i++) {
+    const int64_t token = query_start(call, tile) + i;
+    const char *q = (const char *)call->q + (token * call->q_stride + (int64_t)tile->kv_head * group * dim) * size;
+    unit *to = s->q + (int64_t)i * group * (HAVE_PAIR && bf16 ? dim / 2 : dim);
+    if (HAVE_PAIR && bf16)
+      memcpy(to, q, (size_t)(group * dim) * 2);
+    else
+      for (int c = 0; c < group * dim; c += VW) store(to, c, load(q, c, bf16), 0);
+    const int high = larger(call->context_lens[tile->sequence] - length + tile->first + i + 1, 0);
+    for (int r = i * group; r < (i + 1) * group; r++) {
+      s->high[r] = high;
+      s->low[r] = call->window > 0 ? larger(high - call->window, 0) : 0;
+    }
+  }
+}
+
+static void segment_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
+                       int segment) {
+  const int rows = tile->count * (call->heads / call->kv_heads);
+  const int first = larger(segment * SEGMENT, tile->low / KEYS * KEYS);
+  const int last = smaller((segment + 1) * SEGMENT, tile->high);
+  clear(sums, rows, call->head_dim);
+  for (int block = first; block < last; block += KEYS) block_of(call, tile, s, sums, rows, block);
 }
 
 #endif

@@ -31,7 +31,7 @@ INLINE vf splat(float x) { return (vf){0} + x; }
 
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
-// a > b ? a : b, so the second one when either is NaN: what x86 does in one instruction.
+// a > b ? a : b and a < b ? a : b, so the second one when either is NaN: what x86 does in one instruction.
 INLINE vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -44,9 +44,19 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
-INLINE vf vmin(vf a, vf b) { return -vmax(-a, -b); }
+INLINE vf vmin(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vf)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return choose(a < b, a, b);
+#endif
+}
 
-// a · b + c. Contraction is off for the whole library, so that this is fused wherever the machine can, always or never.
+// a · b + c. Contraction is off for the library: this is fused where the machine can, and nothing else ever is.
 INLINE vf fma_v(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -179,7 +189,7 @@ INLINE vf exp2_v(vf x) {
   p = fma_v(p, f, splat(2.4022651e-1f));
   p = fma_v(p, f, splat(6.9314718e-1f));
   p = fma_v(p, f, splat(1.0f));
-  // The integer sits in the low bits of `shifted`: make it an exponent. The product keeps a NaN, bit arithmetic may not.
+  // The integer sits in the low bits of `shifted`: make it an exponent. A product keeps NaN, bit arithmetic may not.
   const vf power = (vf)(((vu)shifted << 23) + (127u << 23));
   return (vf)((vi)(p * power) & ~tiny);
 }
