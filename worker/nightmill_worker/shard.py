@@ -142,7 +142,6 @@ class ShardRun:
         for completion in durable.values():
             self._count(completion)
         self.rows_resumed = len(durable)
-        self._counts["durable"] = len(durable)
         self._mark.read()
         return set(durable)
 

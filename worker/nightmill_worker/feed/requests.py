@@ -77,21 +77,19 @@ class RequestMaker:
                     made[index] = _failed(rows[index], error)
         return [made[index] for index in range(len(rows))]
 
-    def _encode(self, texts: list[str], add_special_tokens: bool) -> Iterator[list[int] | RowError]:
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | RowError]:
         """Tokens of each text; the error of one that the tokenizer cannot take."""
+        if not texts:
+            return []
         try:
-            if add_special_tokens:
-                yield from self._tokenizer.encode_batch(texts) if texts else []
-            else:
-                yield from self._prefixes.encode_batch(texts)
-        except BaseException as error:
+            encoder = self._tokenizer if add_special_tokens else self._prefixes
+            return list(encoder.encode_batch(texts))
+        except BaseException as error:  # Rust's panics are no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            if len(texts) == 1:  # Rust's panics are no Exception
-                yield RowError(RowErrorCode.ENGINE_ERROR, f"the tokenizer failed: {error}")
-                return
-            for text in texts:
-                yield from self._encode([text], add_special_tokens)
+            if len(texts) == 1:
+                return [RowError(RowErrorCode.ENGINE_ERROR, f"the tokenizer failed: {error}")]
+            return [one for text in texts for one in self._encode([text], add_special_tokens)]
 
     def _request(self, row: InputRow, token_ids: list[int] | RowError) -> Request:
         if isinstance(token_ids, RowError):
