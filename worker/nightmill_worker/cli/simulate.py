@@ -1,6 +1,7 @@
 """`nightmill simulate`: what a file would take on a device, before it is rented."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def simulate(
     with _progress(console) as bar:
         for each in policies:
             task = bar.add_task(each.value, total=len(rows))
-            results.append(Simulation(rows, options, each).run(lambda count, task=task: bar.advance(task, count)))
+            results.append(Simulation(rows, options, each).run(partial(bar.advance, task)))
     reports = [
         (
             result.policy.value,

@@ -48,7 +48,7 @@ class Recorder:
 
     def running(self, requests: Ints) -> Ints:
         """These were in the batch's table in the last step; returns those that were not there before."""
-        fresh = requests[self.admit_step[requests] == _NEVER]
+        fresh: Ints = requests[self.admit_step[requests] == _NEVER]
         self.admit_step[fresh] = self.steps - 1
         return fresh
 
