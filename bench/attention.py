@@ -1,11 +1,11 @@
 """Attention of one layer on this CPU: decode ms per layer against the reference, prefill GFLOP/s against a matmul.
 
-    python bench/attention.py [--threads N] [--dtype bfloat16|float32] [--repeat N]
+    python bench/attention.py [--threads N] [--dtype bfloat16|float32] [--repeat N] [--isa NAME]...
 
 The shape is SmolLM2-135M's (9 query heads, 3 KV heads, head size 64), batch 64, contexts near 500, page size 16.
 `unique`: every sequence has pages of its own; `shared`: the first 384 tokens are one set of pages. Each figure is the
 best of `repeat` rounds, all ways in turn in each round, so that a busy machine hurts them alike: compare ratios, not
-absolutes. Calls go through several pools in turn, so that no pool stays in a cache from one call to the next.
+absolutes. With one thread the clock is the thread's CPU time, which other processes disturb much less. Calls go through several pools in turn, so that no pool stays in a cache from one call to the next.
 """
 
 import argparse
@@ -87,14 +87,15 @@ def matmul(dtype: torch.dtype) -> tuple[Callable[[], None], int]:
 
 def best_seconds(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
     """Seconds per layer, the best round of each way."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(ways, float("inf"))
     for way in ways.values():
         way()
     for _ in range(repeat):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start = clock()
             way()
-            best[name] = min(best[name], (time.perf_counter() - start) / LAYERS)
+            best[name] = min(best[name], (clock() - start) / LAYERS)
     return best
 
 
