@@ -38,6 +38,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.5,
         "truncate": False,
     },
+    "yarn-clamped": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 500_000,
+    },
     "yarn-attention-factor": {
         "rope_type": "yarn",
         "rope_theta": 1e4,
