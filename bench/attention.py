@@ -5,7 +5,8 @@
 The shape is SmolLM2-135M's (9 query heads, 3 KV heads, head size 64), batch 64, contexts near 500, page size 16.
 `unique`: every sequence has pages of its own; `shared`: the first 384 tokens are one set of pages. Each figure is the
 best of `repeat` rounds, all ways in turn in each round, so that a busy machine hurts them alike: compare ratios, not
-absolutes. With one thread the clock is the thread's CPU time, which other processes disturb much less. Calls go through several pools in turn, so that no pool stays in a cache from one call to the next.
+absolutes. With one thread the clock is the thread's CPU time, which other processes disturb much less. Calls go
+through several pools in turn, so that no pool stays in a cache from one call to the next.
 """
 
 import argparse

@@ -21,6 +21,7 @@ KERNELS = Path(loader.__file__).parents[2]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of our own; the library's place in it."""
+    monkeypatch.delenv("NIGHTMILL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "nightmill" / "kernels"
 
@@ -73,6 +74,13 @@ def test_builds_once_and_leaves_nothing_else(cache, tiny):
     assert cache.stat().st_mode & 0o077 == 0
 
 
+def test_the_products_own_cache_comes_first(cache, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("NIGHTMILL_CACHE", str(tmp_path / "own"))
+    loader.load("portable")
+    assert len(list((tmp_path / "own" / "kernels").iterdir())) == 1
+    assert not cache.exists()
+
+
 def test_another_source_or_flag_is_another_library(cache, tiny, tmp_path, monkeypatch):
     assert loader.load("portable").nm_abi() == 7
     write_tiny(tmp_path, "8")
@@ -102,6 +110,7 @@ def test_a_library_cut_short_is_built_again(cache, tiny):
 def test_works_without_a_usable_cache(tiny, tmp_path, monkeypatch):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where the folder should be")
+    monkeypatch.delenv("NIGHTMILL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert loader.load("portable").nm_abi() == 7
 

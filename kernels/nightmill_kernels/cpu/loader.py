@@ -53,13 +53,14 @@ def find_compiler() -> Compiler:
 
 
 def cache_dir() -> Path | None:
-    """Where built libraries live: $XDG_CACHE_HOME/nightmill/kernels or ~/.cache/nightmill/kernels.
+    """Where built libraries live: `kernels` in $NIGHTMILL_CACHE, $XDG_CACHE_HOME/nightmill or ~/.cache/nightmill.
 
     Made when missing. None where it cannot be: no home, or a directory in which others could plant a library.
     """
     try:
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        directory = (Path(base) if base else Path.home() / ".cache") / "nightmill" / "kernels"
+        ours, base = os.environ.get("NIGHTMILL_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
+        directory = Path(ours) if ours else (Path(base) if base else Path.home() / ".cache") / "nightmill"
+        directory /= "kernels"
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
     except (OSError, RuntimeError):
