@@ -33,8 +33,8 @@ rows = st.builds(
     top_p=st.sampled_from([0.0, 0.2, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.001, 0.05, 1.0]),
     presence=st.sampled_from([0.0, 1.5]),
-    frequency=st.sampled_from([0.0, -0.7]),
-    repetition=st.sampled_from([1.0, 1.3]),
+    frequency=st.sampled_from([0.0, -0.75]),
+    repetition=st.sampled_from([1.0, 1.5]),
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(1, 2**40),
     num_logprobs=st.sampled_from([-1, 0, 3]),
@@ -56,8 +56,8 @@ def test_equals_the_plain_implementation(
     rows: list[Row], seed: int, vocab_size: int, scale: float, is_coarse: bool
 ) -> None:
     logits = random_logits(len(rows), seed=seed, vocab_size=vocab_size, scale=scale)
-    if is_coarse:  # many ties, as in bfloat16
-        logits = logits.round(decimals=1)
+    if is_coarse:  # many ties, as in bfloat16; eighths, so that float32 and float64 agree on what ties
+        logits = (logits * 8).round() / 8
     expected = [draw(line.double().numpy(), row) for line, row in zip(logits, rows, strict=True)]
     assert run(logits, rows).tokens.tolist() == expected
 
