@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill.states import Tier
-from nightmill_worker.engine.growth import GrowthGate, Holders, Margin, reserve_pages
+from nightmill_worker.engine.growth import Candidate, GrowthRound, Holders, Margin, grid, reserve_pages
 from nightmill_worker.engine.length_model import LengthDistribution
 
 
@@ -15,7 +15,7 @@ def holders(rows, known=True):
         own_tokens=table[:, 0],
         generated=table[:, 1],
         limits=table[:, 2],
-        is_known=np.full(len(table), known),
+        is_known=np.broadcast_to(np.array(known), len(table)).copy(),
         distribution=np.zeros(len(table), np.int64),
     )
 
@@ -28,14 +28,29 @@ def replay(rows, page_size):
     ]
 
 
+def begin(running, model=None, *, page_size=16, shared=0, z=1.5, horizon=1000):
+    return GrowthRound(page_size, running, [model] if model else [], shared_pages=shared, z=z, grid=grid(horizon))
+
+
+def admit(running, candidates, model=None, *, known=True, limit, slots=1000, **options):
+    """Indices of the candidates that get in, in order, as the scheduler asks for them."""
+    admissions = begin(running, model, **options)
+    admitted = []
+    for index, (own, generated, end) in enumerate(candidates):
+        candidate = Candidate(own_tokens=own, generated=generated, limit=end, is_known=known, distribution=0)
+        if len(admitted) < slots and admissions.fits(candidate, limit):
+            admissions.add(candidate)
+            admitted.append(index)
+    return admitted
+
+
 ROWS = st.tuples(st.integers(0, 90), st.integers(0, 5), st.integers(6, 70))
 
 
 @settings(deadline=None)
 @given(st.lists(ROWS, max_size=12), st.sampled_from([1, 3, 16, 64]))
 def test_the_predicted_peak_of_known_lengths_is_the_true_one(rows, page_size):
-    peak = GrowthGate(page_size).peak(holders(rows), [], shared_pages=0, z=9.0)
-    assert peak == max(replay(rows, page_size), default=0)
+    assert begin(holders(rows), page_size=page_size, z=9.0).peak == max(replay(rows, page_size), default=0)
 
 
 @settings(deadline=None)
@@ -51,16 +66,7 @@ def test_known_lengths_never_outgrow_the_pool_and_none_is_refused_that_fits(
 ):
     if max(replay(running, page_size), default=0) > limit:
         return
-    admitted = GrowthGate(page_size).admit(
-        holders(running),
-        holders(candidates),
-        [],
-        shared_pages=0,
-        slack_pages=0,
-        limits=np.full(len(candidates), limit),
-        z=1.5,
-        max_admitted=slots,
-    )
+    admitted = admit(holders(running), candidates, page_size=page_size, limit=limit, slots=slots)
     inside = list(running)
     for index, candidate in enumerate(candidates):
         if len(inside) - len(running) == slots:
@@ -71,19 +77,6 @@ def test_known_lengths_never_outgrow_the_pool_and_none_is_refused_that_fits(
         if fits:
             inside.append(candidate)
     assert max(replay(inside, page_size), default=0) <= limit
-
-
-def admit_all(running, candidates, model, *, limit, z=1.5, slots=100, shared=0, slack=0):
-    return GrowthGate(16).admit(
-        running,
-        candidates,
-        [model],
-        shared_pages=shared,
-        slack_pages=slack,
-        limits=np.full(len(candidates), limit),
-        z=z,
-        max_admitted=slots,
-    )
 
 
 @pytest.fixture
@@ -97,15 +90,14 @@ def model():
 
 
 def test_unknown_lengths_admit_far_more_than_reserving_max_tokens(model):
-    candidates = holders([(100, 0, 1000)] * 100, known=False)
-    admitted = admit_all(holders([]), candidates, model, limit=1000)
+    admitted = admit(holders([]), [(100, 0, 1000)] * 100, model, known=False, limit=1000)
     assert len(admitted) > 2 * (1000 // -(-1100 // 16))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_admitted_of_unknown_length_nearly_always_fits(model, seed):
     rng = np.random.default_rng(seed)
-    admitted = admit_all(holders([]), holders([(100, 0, 1000)] * 200, known=False), model, limit=1000, z=3.0, slots=200)
+    admitted = admit(holders([]), [(100, 0, 1000)] * 100, model, known=False, limit=1000, z=3.0)
     over = 0
     for _ in range(100):
         lengths = np.minimum(rng.geometric(1 / 100, len(admitted)), 1000)
@@ -115,38 +107,37 @@ def test_what_is_admitted_of_unknown_length_nearly_always_fits(model, seed):
 
 
 def test_a_larger_z_admits_less(model):
-    candidates = holders([(100, 0, 1000)] * 300, known=False)
-    counts = [len(admit_all(holders([]), candidates, model, limit=1000, z=z, slots=300)) for z in (0.0, 1.5, 4.0)]
+    candidates = [(100, 0, 1000)] * 130
+    counts = [len(admit(holders([]), candidates, model, known=False, limit=1000, z=z)) for z in (0.0, 1.5, 4.0)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[2]
 
 
-def test_shared_pages_and_slack_count_once_and_throughout(model):
-    candidates = holders([(16, 0, 1)] * 10)
-    assert len(admit_all(holders([]), candidates, model, limit=10)) == 10
-    assert len(admit_all(holders([]), candidates, model, limit=10, shared=3)) == 7
-    assert len(admit_all(holders([]), candidates, model, limit=10, shared=3, slack=2)) == 5
+def test_shared_pages_count_once_and_throughout():
+    assert len(admit(holders([]), [(16, 0, 1)] * 12, limit=10)) == 10
+    assert len(admit(holders([]), [(16, 0, 1)] * 12, limit=10, shared=3)) == 7
 
 
-def test_a_candidate_that_does_not_fit_does_not_stop_the_smaller_one_behind_it(model):
-    assert admit_all(holders([]), holders([(64, 0, 1), (800, 0, 5), (96, 0, 1)]), model, limit=10) == [0, 2]
+def test_lent_pages_are_the_borrowers_once_the_lender_has_ended():
+    lender = holders([(160, 0, 5)])  # 10 pages, and one more from its second token on
+    for ends, fits in ((5, 12), (100, 12)):
+        borrower = Candidate(
+            own_tokens=16, generated=0, limit=9, is_known=True, distribution=0, lent_pages=10, lender_ends=ends
+        )
+        # With the lender 11 + 2; afterwards its ten pages are still held by the borrower: 10 + 2.
+        assert begin(lender).fits(borrower, 13)
+        assert not begin(lender).fits(borrower, fits)
+    late = Candidate(own_tokens=16, generated=0, limit=900, is_known=True, distribution=0, lent_pages=10, lender_ends=5)
+    assert begin(lender).fits(late, 10 + -(-915 // 16))
+    assert not begin(lender).fits(late, 10 + -(-915 // 16) - 1)
 
 
 def test_mixed_known_and_unknown_are_both_counted(model):
     known, unknown = [(160, 0, 64)] * 20, [(160, 0, 1000)] * 20
-    table = np.array(known + unknown, np.int64)
-    running = Holders(
-        own_tokens=table[:, 0],
-        generated=table[:, 1],
-        limits=table[:, 2],
-        is_known=np.arange(40) < 20,
-        distribution=np.zeros(40, np.int64),
-    )
-    gate = GrowthGate(16)
-    both = gate.peak(running, [model], shared_pages=0, z=0.0)
-    alone = gate.peak(holders(known), [model], shared_pages=0, z=0.0)
+    both = begin(holders(known + unknown, known=[True] * 20 + [False] * 20), model, z=0.0).peak
+    alone = begin(holders(known), model, z=0.0).peak
     assert alone == 20 * 14
-    # Half of the unknown ones, at least, are still there when the known ones end.
+    # Half of the unknown ones, about, are still there when the known ones end.
     assert alone + 20 * 14 * 0.4 < both <= alone + 20 * 15
 
 

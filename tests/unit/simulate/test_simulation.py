@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nightmill.errors import ConfigError
 from nightmill.states import Tier
-from nightmill_worker.engine.options import Policy
+from nightmill_worker.engine.options import Policy, QueueOrder
 from nightmill_worker.simulate.cost_model import DEVICES, MODELS, CostModel
 from nightmill_worker.simulate.report import policy_report, write_events
 from nightmill_worker.simulate.simulation import Simulation, SimulationOptions
@@ -73,7 +73,7 @@ def test_static_groups_have_max_num_seqs_rows_though_their_prompts_take_several_
 
 def test_known_figures_of_a_small_run(tmp_path):
     trace = Trace.of_lengths([(30, 3), (17, 1), (5, 4)])
-    result, report = run(trace, max_num_seqs=2, pool_tokens=160)
+    result, report = run(trace, max_num_seqs=2, pool_tokens=160, order=QueueOrder.ARRIVAL)
     recorder = result.recorder
     assert recorder.admit_step.tolist() == [0, 0, 1]
     assert recorder.first_token_step.tolist() == [0, 0, 1]

@@ -42,6 +42,27 @@ _MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
     show_default=True,
     help="Whether the scheduler knows how long answers get (as with ignore_eos).",
 )
+@click.option(
+    "--admission",
+    type=click.Choice(["growth", "reserve", "greedy"]),
+    default="growth",
+    show_default=True,
+    help="By predicted growth; as if every answer got max-tokens long; or as long as prompts fit.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["planned", "arrival"]),
+    default="planned",
+    show_default=True,
+    help="By prefix, blend and length; or first come, first served.",
+)
+@click.option(
+    "--eviction",
+    type=click.Choice(["future", "lru"]),
+    default="future",
+    show_default=True,
+    help="Keep the prefixes that waiting requests need; or those used last.",
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=None, help="Cuts answers off; a MaxTokens column wins.")
 @click.option("--json", "json_path", default=None, help="Write the figures to this file; - for stdout.")
 @click.option(
@@ -64,7 +85,7 @@ def simulate(
     Example:
       nightmill simulate --trace trace.csv --device h200 --model qwen3-0.6b --policy both --plot batch.png
     """
-    from nightmill_worker.engine.options import Policy
+    from nightmill_worker.engine.options import AdmissionRule, EvictionRule, Policy, QueueOrder
     from nightmill_worker.simulate.cost_model import DEVICES, MODELS, CostModel
     from nightmill_worker.simulate.plot import pyplot, write_plot
     from nightmill_worker.simulate.report import policy_report, summary_table, write_events
@@ -75,7 +96,13 @@ def simulate(
         pyplot()  # before minutes of work, not after
     device, model = flags.pop("device"), flags.pop("model")
     cost = CostModel(DEVICES[device], MODELS[model])
-    options = SimulationOptions(cost=cost, **flags)
+    options = SimulationOptions(
+        cost=cost,
+        admission=AdmissionRule(flags.pop("admission")),
+        order=QueueOrder(flags.pop("order")),
+        eviction=EvictionRule(flags.pop("eviction")),
+        **flags,
+    )
     rows = read_trace(trace)
     policies = (Policy.STATIC, Policy.CONTINUOUS) if policy == "both" else (Policy(policy),)
     console = Console(stderr=True)

@@ -1,8 +1,8 @@
-"""The admission gate: will the pages hold everything that runs, at every moment until it ends?
+"""The admission gate's arithmetic: will the pages hold everything that runs, at every moment until it ends?
 
 U(k) is the number of pages held k steps from now: each sequence weighted with the chance that it still runs then. A
-candidate is admitted when max over k of U(k) + z·sqrt(Var(k)) fits. With known lengths the chances are 0 or 1, U(k)
-is exact and its maxima lie at the ends of sequences; with unknown ones they come from the length model's survival.
+candidate fits when max over k of U(k) + z·sqrt(Var(k)) does. With known lengths the chances are 0 or 1, U(k) is exact
+and its maxima lie at the ends of sequences; with unknown ones they come from the length model's survival.
 
 Step k counts from the coming step, 0. A sequence of n tokens (prompt and generated) whose last token is not computed
 yet holds pages for n + k tokens in step k, as long as k < what it has still to generate.
@@ -23,11 +23,13 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 DEFAULT_RESERVE = 0.04
+FOREVER = 1 << 40
+"""More steps than any sequence has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Sequences that hold pages, or would: one array element each.
+    """Sequences that hold pages: one array element each.
 
     `own_tokens` leaves out the tokens in pages that are shared (more than one holder); those are counted once, apart.
     """
@@ -36,30 +38,57 @@ class Holders:
     generated: Ints  # [N] tokens drawn so far
     limits: Ints  # [N] max_tokens
     is_known: Bools  # [N] it will run exactly to its limit
-    distribution: Ints  # [N] index into the gate call's distributions; anything where is_known
+    distribution: Ints  # [N] index into the round's distributions; anything where is_known
 
-    def __len__(self) -> int:
-        return len(self.own_tokens)
+    def select(self, rows: Bools) -> "Holders":
+        """Some of them."""
+        return Holders(
+            own_tokens=self.own_tokens[rows],
+            generated=self.generated[rows],
+            limits=self.limits[rows],
+            is_known=self.is_known[rows],
+            distribution=self.distribution[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A sequence that would hold pages; the fields are Holders', for one.
+
+    Prefix pages that one running sequence holds alone are not its own as long as that lender runs.
+    """
+
+    own_tokens: int
+    generated: int
+    limit: int
+    is_known: bool
+    distribution: int
+    lent_pages: int = 0
+    lender_ends: int = FOREVER  # steps until the lender lets go of them
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.limit - self.generated
 
 
 class Margin:
     """z: how many standard deviations of the predicted peak stay free. Learns from preemptions."""
 
-    __slots__ = ("_decay", "_floor", "z")
+    __slots__ = ("_decay", "z")
 
     START = 1.5
     STEP = 0.25
-    FLOOR = 0.5
+    FLOOR = 1.0
     CEILING = 8.0
 
     def __init__(self, half_life_steps: int = 8192) -> None:
         self.z = self.START
-        self._floor = self.FLOOR
         self._decay = 0.5 ** (1.0 / half_life_steps)
 
     def on_step(self) -> None:
         """Decay slowly: half the way to the floor in a half-life."""
-        self.z = self._floor + (self.z - self._floor) * self._decay
+        self.z = self.FLOOR + (self.z - self.FLOOR) * self._decay
 
     def on_memory_preemption(self) -> None:
         """The prediction was too bold."""
@@ -71,122 +100,133 @@ def reserve_pages(tier: Tier, num_pages: int, fraction: float = DEFAULT_RESERVE)
     return 0 if tier is Tier.HIGH else int(num_pages * fraction)
 
 
-class GrowthGate:
-    """Evaluates one round of admissions. Cheap enough for every step: a few vector operations over what runs."""
+class GrowthRound:
+    """One step's admissions: what runs is summed up once, each candidate then costs a few small vector operations."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-
-    def admit(
+    def __init__(
         self,
+        page_size: int,
         running: Holders,
-        candidates: Holders,
         distributions: Sequence[LengthDistribution],
         *,
         shared_pages: int,
-        slack_pages: int,
-        limits: Ints,
         z: float,
-        max_admitted: int,
-    ) -> list[int]:
-        """Indices of the candidates to admit, in order: each that fits together with those admitted before it.
+        grid: Ints,
+    ) -> None:
+        """`shared_pages`: with more than one holder, counted for as long as anything runs; `grid`: of `grid()`."""
+        self._page_size = page_size
+        self._distributions = distributions
+        self._z = z
+        self._shared_pages = shared_pages
+        known = running.is_known
+        remaining = running.limits[known] - running.generated[known]
+        self._known = KnownUsage(running.own_tokens[known], remaining, page_size)
+        self._unknown = running.select(~known)
+        self._admitted: list[Candidate] = []
+        # Where a maximum can lie: the last step of each known sequence, and a grid for the unknown.
+        self._points = np.unique(np.concatenate((grid, np.maximum(remaining - 1, 0))))
+        self._used, self._variance = self._usage(self._points)
 
-        Args:
-            running: what holds pages already.
-            candidates: in the order in which they should be admitted.
-            distributions: what the holders' `distribution` points to.
-            shared_pages: pages with more than one holder, counted for as long as anything runs.
-            slack_pages: pages to add throughout: sequences in prefill may run a page behind the prediction.
-            limits: [candidates] pages that candidate and everything else may take at most.
-            z: see Margin.
-            max_admitted: free slots.
-        """
-        points = self._points(running, candidates)
-        used, variance = self._usage(running, distributions, points)
-        used += shared_pages + slack_pages
-        pages, spread = self._pages(candidates, distributions, points)
-        admitted: list[int] = []
-        for index in range(len(candidates)):
-            if len(admitted) == max_admitted:
-                break
-            trial, doubt = used + pages[index], variance + spread[index]
-            if np.max(trial + z * np.sqrt(doubt)) <= limits[index]:
-                used, variance = trial, doubt
-                admitted.append(index)
-        return admitted
-
-    def peak(
-        self, running: Holders, distributions: Sequence[LengthDistribution], *, shared_pages: int, z: float
-    ) -> float:
+    @property
+    def peak(self) -> float:
         """The predicted most pages ever held if nothing more is admitted."""
-        points = self._points(running, running)
-        used, variance = self._usage(running, distributions, points)
-        return float(np.max(used + z * np.sqrt(variance), initial=0.0)) + shared_pages
+        return float(np.max(self._used + self._z * np.sqrt(self._variance)))
 
-    def _points(self, running: Holders, candidates: Holders) -> Ints:
-        """The steps at which a maximum can lie: the last one of each known sequence, and a grid for the unknown."""
-        last = [
-            holders.limits[holders.is_known] - holders.generated[holders.is_known] - 1
-            for holders in (running, candidates)
-        ]
-        points = np.concatenate([*last, np.zeros(1, np.int64)])
-        if not (running.is_known.all() and candidates.is_known.all()):
-            longest = max(int(np.max(h.limits - h.generated, initial=1)) for h in (running, candidates))
-            points = np.concatenate([points, _grid(longest)])
-        return np.unique(np.maximum(points, 0))
+    def fits(self, candidate: Candidate, limit: int) -> bool:
+        """Whether it and everything admitted so far never hold more than `limit` pages."""
+        pages, spread = self._pages_of(candidate, self._points)
+        if np.max(self._used + pages + self._z * np.sqrt(self._variance + spread)) > limit:
+            return False
+        if not candidate.is_known:
+            return True
+        last = np.array([candidate.remaining - 1])
+        used, variance = self._usage(last)
+        pages, spread = self._pages_of(candidate, last)
+        return bool(used[0] + pages[0] + self._z * np.sqrt(variance[0] + spread[0]) <= limit)
 
-    def _usage(
-        self, holders: Holders, distributions: Sequence[LengthDistribution], points: Ints
-    ) -> tuple[Floats, Floats]:
-        """Expected pages and variance at each point, summed over the holders."""
-        known = holders.is_known
-        used = self._known_usage(holders.own_tokens[known], (holders.limits - holders.generated)[known], points)
+    def add(self, candidate: Candidate) -> None:
+        """It is admitted."""
+        if candidate.is_known:
+            last = np.array([candidate.remaining - 1])
+            used, variance = self._usage(last)
+            self._points = np.append(self._points, last)
+            self._used = np.append(self._used, used)
+            self._variance = np.append(self._variance, variance)
+        pages, spread = self._pages_of(candidate, self._points)
+        self._used = self._used + pages
+        self._variance = self._variance + spread
+        self._admitted.append(candidate)
+
+    def _usage(self, points: Ints) -> tuple[Floats, Floats]:
+        """Expected pages and their variance at each point, over all that runs."""
+        used = self._known.at(points) + self._shared_pages
         variance = np.zeros(len(points))
-        if not known.all():
-            pages, spread = self._pages(_select(holders, ~known), distributions, points)
+        if len(self._unknown.limits):
+            pages, spread = self._pages_of_unknown(points)
             used += pages.sum(axis=0)
             variance += spread.sum(axis=0)
+        for candidate in self._admitted:
+            pages, spread = self._pages_of(candidate, points)
+            used += pages
+            variance += spread
         return used, variance
 
-    def _known_usage(self, own: Ints, remaining: Ints, points: Ints) -> Floats:
-        """Σ ceil((own + k) / page) over those with remaining > k, exact, in O(holders · page + points).
+    def _pages_of(self, candidate: Candidate, points: Ints) -> tuple[Floats, Floats]:
+        alive: NDArray[np.float64]
+        if candidate.is_known:
+            alive = (candidate.remaining > points).astype(np.float64)
+        else:
+            generated, limit = np.array([candidate.generated]), np.array([candidate.limit])
+            alive = self._distributions[candidate.distribution].alive_after(generated, points, limit)[0]
+        pages = (candidate.own_tokens + points + (self._page_size - 1)) // self._page_size
+        if candidate.lent_pages:
+            pages = pages + candidate.lent_pages * (points >= candidate.lender_ends)
+        expected = alive * pages
+        return expected, expected * (pages - expected)
 
-        With own = a·page + r and k = q·page + s, ceil((own + k) / page) = a + q + (r + s > 0) + (r + s > page):
-        residues counted above each value, by rank of `remaining`, answer every point with a look-up.
-        """
-        size = self._page_size
-        order = np.argsort(remaining, kind="stable")
-        own, remaining = own[order], remaining[order]
-        whole, residue = np.divmod(own, size)
-        alive_from = np.searchsorted(remaining, points, side="right")  # first rank that still runs at the point
-        whole_after = _suffix(whole)[alive_from]
-        above = _suffix((residue[:, None] > np.arange(size + 1)[None, :]).astype(np.int64))  # [rank, x]: r > x
-        count = len(own) - alive_from
-        turns, offset = np.divmod(points, size)
-        started = np.where(offset > 0, count, above[alive_from, 0])
-        wrapped = above[alive_from, size - offset]
-        used: Floats = (whole_after + count * turns + started + wrapped).astype(np.float64)
-        return used
-
-    def _pages(
-        self, holders: Holders, distributions: Sequence[LengthDistribution], points: Ints
-    ) -> tuple[Floats, Floats]:
-        """Expected pages and their variance for each holder and point, [holders, points]."""
-        alive = ((holders.limits - holders.generated)[:, None] > points[None, :]).astype(np.float64)
-        for index, distribution in enumerate(distributions):
-            rows = np.flatnonzero(~holders.is_known & (holders.distribution == index))
-            if len(rows):
-                alive[rows] = distribution.alive_after(holders.generated[rows], points, holders.limits[rows])
+    def _pages_of_unknown(self, points: Ints) -> tuple[Floats, Floats]:
+        holders = self._unknown
+        alive = np.empty((len(holders.limits), len(points)))
+        for index in np.unique(holders.distribution).tolist():
+            rows = np.flatnonzero(holders.distribution == index)
+            alive[rows] = self._distributions[index].alive_after(holders.generated[rows], points, holders.limits[rows])
         pages = (holders.own_tokens[:, None] + points[None, :] + (self._page_size - 1)) // self._page_size
         expected = alive * pages
         # A sequence holds `pages` with chance `alive` and nothing otherwise.
         return expected, expected * (pages - expected)
 
 
-def _grid(longest: int) -> Ints:
-    """0, 1, 2, … first by ones, then by about a quarter more each: survival is smooth, a grid finds its maximum."""
+class KnownUsage:
+    """Σ ceil((own + k) / page) over the sequences with remaining > k, exact, for any k by look-up.
+
+    With own = a·page + r and k = q·page + s, ceil((own + k) / page) = a + q + (r + s > 0) + (r + s > page): residues
+    counted above each value, by rank of `remaining`, answer every k. O(sequences · page) once, O(1) for each k.
+    """
+
+    def __init__(self, own: Ints, remaining: Ints, page_size: int) -> None:
+        self._size = page_size
+        order = np.argsort(remaining, kind="stable")
+        self._remaining = remaining[order]
+        whole, residue = np.divmod(own[order], page_size)
+        self._whole = _suffix(whole)
+        is_above = residue[:, None] > np.arange(page_size + 1)[None, :]
+        self._above = _suffix(is_above.astype(np.int64))  # [rank, x]: how many from there on have a residue above x
+
+    def at(self, points: Ints) -> Floats:
+        """Pages held at each point."""
+        alive_from = np.searchsorted(self._remaining, points, side="right")  # first rank that still runs at the point
+        count = len(self._remaining) - alive_from
+        turns, offset = np.divmod(points, self._size)
+        started = np.where(offset > 0, count, self._above[alive_from, 0])
+        wrapped = self._above[alive_from, self._size - offset]
+        used: Floats = (self._whole[alive_from] + count * turns + started + wrapped).astype(np.float64)
+        return used
+
+
+def grid(horizon: int) -> Ints:
+    """Steps 0, 1, 2, … to `horizon`, first by ones, then by a quarter more each: survival is smooth."""
     points = [0]
-    while points[-1] < longest - 1:
+    while points[-1] < horizon - 1:
         points.append(points[-1] + max(1, points[-1] // 4))
     return np.array(points, np.int64)
 
@@ -196,13 +236,3 @@ def _suffix(values: Ints) -> Ints:
     sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
     sums[:-1] = np.cumsum(values[::-1], axis=0)[::-1]
     return sums
-
-
-def _select(holders: Holders, rows: Bools) -> Holders:
-    return Holders(
-        own_tokens=holders.own_tokens[rows],
-        generated=holders.generated[rows],
-        limits=holders.limits[rows],
-        is_known=holders.is_known[rows],
-        distribution=holders.distribution[rows],
-    )

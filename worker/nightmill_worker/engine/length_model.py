@@ -15,8 +15,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
 PRIOR_MEAN_TOKENS = 256
-_PRIOR_WEIGHT = 4.0
-"""Pseudo-observations behind the prior: a few finished rows outweigh it."""
+_PRIOR_WEIGHT = 1.0
+"""Pseudo-observations behind the prior. Its mean is far from most jobs': one row's worth, and no more."""
 _MEMORY = 4096
 """Finished rows after which the old ones count half: a file may be sorted, so the past is not the future."""
 _FINE_TOKENS = 32

@@ -8,7 +8,10 @@ import numpy as np
 from nightmill.errors import EngineError
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
 from nightmill_worker.engine.commit import Ending, commit_step
-from nightmill_worker.engine.options import LoopOptions, Policy
+from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
+from nightmill_worker.engine.length_model import LengthModel
+from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, QueueOrder
+from nightmill_worker.engine.ordering import ArrivalQueue, PlannedQueue, TierQueue
 from nightmill_worker.engine.packing import Packer
 from nightmill_worker.engine.page_pool import PagePool
 from nightmill_worker.engine.prefix_index import PrefixIndex
@@ -43,10 +46,12 @@ class EngineLoop:
         self.pool = PagePool(runner.pool)
         self.index = PrefixIndex(self.pool) if options.enable_prefix_caching else None
         self.table = RunningTable(options.max_num_seqs, options.max_model_len, self.pool.page_size)
-        self.queue = WaitingQueue()
+        self.lengths = LengthModel()
+        self.queue = WaitingQueue(self._tier_queue)
         self.counters = Counters()
         self.residency = Residency(self.table, self.pool, self.index)
-        self.scheduler = Scheduler(options, self.table, self.queue, self.residency, self._gate(), self.counters)
+        self.gate = self._gate()
+        self.scheduler = Scheduler(options, self.table, self.queue, self.residency, self.gate, self.counters)
         self._runner = runner
         self._packer = Packer(self.table, options.max_num_batched_tokens)
         self._detokenize = detokenize
@@ -79,7 +84,10 @@ class EngineLoop:
         if request.sampling.logprobs is not None:
             sequence.logprobs = []
         self._live[request.request_id] = sequence
-        self.queue.push(sequence)
+        if self._looks_ahead:
+            self.residency.want(sequence)
+        sequence.expected_tokens = self._expected_tokens(sequence)
+        self.queue.push(sequence, sequence.expected_tokens)
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """End requests; each that is still live gets its Finished, with ABORT, from the next step."""
@@ -138,6 +146,7 @@ class EngineLoop:
             pages_active=self.pool.num_active,
             pages_in_flight=self.pool.num_in_flight,
             evictions=0 if self.index is None else self.index.num_evictions,
+            wanted_evictions=0 if self.index is None else self.index.num_wanted_evictions,
             mean_batch=c.batch_rows / c.steps if c.steps else 0.0,
             plan_s=c.plan_s,
             run_s=c.run_s,
@@ -182,6 +191,7 @@ class EngineLoop:
         error: str | None = None,
     ) -> None:
         """The one way out, from every state."""
+        was_admitted = sequence.num_cached is not None
         if sequence.state is SequenceState.RUNNING:
             row = sequence.row
             sequence.generated = self.table.generated(row)
@@ -193,6 +203,9 @@ class EngineLoop:
             self.queue.discard(sequence)
             self.residency.let_go(sequence)
         sequence.state = SequenceState.FINISHED
+        self.gate.on_end(sequence, reason)
+        if was_admitted:
+            self.queue.settle(sequence, sequence.expected_tokens)
         del self._live[sequence.request.request_id]
         self._ended.append(_finished(sequence, sequence.generated, reason, stop_match=stop_match, error=error))
         self._count(reason)
@@ -233,9 +246,27 @@ class EngineLoop:
             self.counters.finished += 1
 
     def _gate(self) -> AdmissionGate:
-        if self.options.policy is Policy.STATIC:
-            return ReserveGate(self.pool.num_usable, self.pool.page_size)
-        return WatermarkGate()
+        if self.options.policy is Policy.STATIC or self.options.admission is AdmissionRule.RESERVE:
+            return ReserveGate(self.table, self.pool.num_usable)
+        if self.options.admission is AdmissionRule.GREEDY:
+            return WatermarkGate(self.table)
+        return GrowthGate(self.options, self.table, self.pool, self.lengths)
+
+    def _tier_queue(self) -> TierQueue:
+        if self.options.policy is Policy.STATIC or self.options.order is QueueOrder.ARRIVAL:
+            return ArrivalQueue()
+        return PlannedQueue(self.options.max_num_seqs)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        options = self.options
+        return options.order is QueueOrder.PLANNED or options.eviction is EvictionRule.FUTURE
+
+    def _expected_tokens(self, sequence: EngineSequence) -> int:
+        request = sequence.request
+        if is_length_known(sequence):
+            return request.sampling.max_tokens
+        return self.lengths.expected(request.job_id, request.tier.value, request.sampling.max_tokens)
 
     def _reason_to_refuse(self, request: Request) -> str | None:
         length, limit = len(request.prompt), self.options.max_model_len

@@ -15,6 +15,35 @@ class Policy(StrEnum):
     """Groups of max_num_seqs in arrival order; a finished row stays, padded, until its group ends. For comparison."""
 
 
+class QueueOrder(StrEnum):
+    """In which order waiting requests of a tier are admitted."""
+
+    PLANNED = "planned"
+    """Prefix groups together, compute-heavy and memory-heavy in turn, longest first at the end; jobs share evenly."""
+    ARRIVAL = "arrival"
+    """First come, first served."""
+
+
+class AdmissionRule(StrEnum):
+    """When the page pool has room for another sequence."""
+
+    GROWTH = "growth"
+    """As long as what runs is predicted to fit until it ends."""
+    RESERVE = "reserve"
+    """When every sequence could reach max_tokens: never preempts, leaves much of the pool empty."""
+    GREEDY = "greedy"
+    """When its tokens fit now: fills the pool, and preempts when answers grow."""
+
+
+class EvictionRule(StrEnum):
+    """Which cached page goes first."""
+
+    FUTURE = "future"
+    """One that no waiting request has in its prefix, the least recently used among them."""
+    LRU = "lru"
+    """The least recently used."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
     """Limits of one engine loop.
@@ -29,12 +58,21 @@ class LoopOptions:
     max_model_len: int = 4096  # prompt + generated tokens of one sequence
     policy: Policy = Policy.CONTINUOUS
     max_prefill_chunk: int | None = None  # tokens of one sequence in one step; None: the step's budget
+    # The static policy has its own: arrival order, and room for every row of a group.
+    order: QueueOrder = QueueOrder.ARRIVAL
+    admission: AdmissionRule = AdmissionRule.GREEDY
+    eviction: EvictionRule = EvictionRule.LRU
+    tier_reserve: float = 0.04  # share of the pool that lower tiers leave to `high`; never lent
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "policy", Policy(self.policy))
-        except ValueError as error:
-            raise ConfigError(f"policy must be one of {', '.join(Policy)}, not {self.policy!r}") from error
+        for name, kind in _RULES.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except ValueError as error:
+                raise ConfigError(f"{name} must be one of {', '.join(kind)}, not {value!r}") from error
+        if not 0 <= self.tier_reserve < 1:
+            raise ConfigError(f"tier_reserve must be at least 0 and below 1, not {self.tier_reserve}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -45,3 +83,11 @@ class LoopOptions:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
             )
+
+
+_RULES: dict[str, type[StrEnum]] = {
+    "policy": Policy,
+    "order": QueueOrder,
+    "admission": AdmissionRule,
+    "eviction": EvictionRule,
+}

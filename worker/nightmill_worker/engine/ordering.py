@@ -8,7 +8,6 @@ The answers are put back into input order by the shard writer.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Protocol
 
 from nightmill_worker.engine.fairness import JobShares
@@ -20,15 +19,6 @@ _PATIENCE = 4 * 4096
 """A request that so many later ones have overtaken goes next (and its group with it): four look-ahead windows."""
 _JUMP_EVERY = 64
 """Overdue requests interrupt a group at most this often, or they would break up the very groups they belong to."""
-
-
-class QueueOrder(StrEnum):
-    """In which order waiting requests of a tier are admitted."""
-
-    PLANNED = "planned"
-    """Prefix groups together, blended, longest first at the end; jobs share evenly."""
-    ARRIVAL = "arrival"
-    """First come, first served. For comparison."""
 
 
 class TierQueue(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nightmill_worker.engine.page_pool import PagePool
@@ -28,6 +29,7 @@ class Node:
         "tokens",
         "uid",
         "waiters",
+        "wanted",
         "writer",
     )
 
@@ -40,6 +42,7 @@ class Node:
         self.num_refs = 0  # child nodes + sequences whose chain ends here + 1 when resident
         self.num_resident_children = 0
         self.last_used = 0
+        self.wanted = 0  # waiting requests that have this page in their prefix
         self.writer: Sequence | None = None  # the running sequence that is computing this page
         self.waiters: list[Sequence] = []  # parked until the writer has published this page, or left
 
@@ -47,7 +50,8 @@ class Node:
         return f"Node({self.uid}, depth={self.depth}, page={self.page}, refs={self.num_refs})"
 
 
-Entry = tuple[tuple[int, int], int, Node]
+EvictionKey = tuple[int, int, int]
+Entry = tuple[EvictionKey, int, Node]
 """Eviction key, order of the offer (breaks ties), node."""
 
 
@@ -67,6 +71,7 @@ class PrefixIndex:
         self._evictable: list[Entry] = []  # heap; entries may be stale
         self._num_offers = 0
         self.num_evictions = 0
+        self.num_wanted_evictions = 0  # of pages that a waiting request would have used
         self.root = Node(0, None, ())
         self.root.num_refs = 1
 
@@ -126,6 +131,7 @@ class PrefixIndex:
         while count > 0:
             entry = heapq.heappop(self._evictable)
             if self._is_current(entry):
+                self.num_wanted_evictions += entry[2].wanted > 0
                 self.forget(entry[2])
                 self.num_evictions += 1
                 count -= 1
@@ -142,9 +148,16 @@ class PrefixIndex:
             self._offer(parent)
         self.release(node)
 
-    def _eviction_key(self, node: Node) -> tuple[int, int]:
-        # Evict-by-future puts the number of waiting requests that want the page in front of this.
-        return (node.last_used, -node.depth)
+    def want(self, nodes: Iterable[Node], change: int) -> None:
+        """Count one waiting request more (+1) or less (-1) for each page of a prefix."""
+        for node in nodes:
+            node.wanted += change
+            if node.page:
+                self._offer(node)
+
+    def _eviction_key(self, node: Node) -> EvictionKey:
+        # Evict by the future: what nobody waits for goes first, then what the fewest wait for.
+        return (node.wanted, node.last_used, -node.depth)
 
     def _is_evictable(self, node: Node) -> bool:
         return node.page != NULL_PAGE and node.num_resident_children == 0 and self._pool.refcount[node.page] == 0

@@ -88,6 +88,21 @@ class Residency:
             if not node.page and node.writer is None:
                 node.writer = sequence
 
+    def want(self, sequence: Sequence) -> None:
+        """Let the pages of a waiting sequence's prefix know that they will be used again."""
+        if self._index is None:
+            return
+        self._intern(sequence, sequence.num_tokens // self._pool.page_size)
+        if not sequence.num_wanted:
+            self._index.want(sequence.nodes, +1)
+            sequence.num_wanted = len(sequence.nodes)
+
+    def unwant(self, sequence: Sequence) -> None:
+        """A sequence waits no longer: it has been admitted, or has ended."""
+        if self._index is not None and sequence.num_wanted:
+            self._index.want(sequence.nodes[: sequence.num_wanted], -1)
+            sequence.num_wanted = 0
+
     def grow(self, rows: Rows) -> None:
         """Give each row one more page; the caller has made sure that they are available."""
         self._table.page_table[rows, self._table.num_pages[rows]] = self._allocate(len(rows))
@@ -126,6 +141,7 @@ class Residency:
 
     def let_go(self, sequence: Sequence) -> None:
         """Drop what a sequence that will never run again refers to in the index."""
+        self.unwant(sequence)
         if self._index is not None and sequence.nodes:
             self._index.release(sequence.nodes[-1])
             sequence.nodes = []

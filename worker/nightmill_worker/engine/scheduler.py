@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightmill_worker.engine.admission import AdmissionGate
-from nightmill_worker.engine.options import LoopOptions, Policy
+from nightmill_worker.engine.options import EvictionRule, LoopOptions, Policy
 from nightmill_worker.engine.residency import Match, Residency
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.sequence import Sequence
@@ -57,6 +57,7 @@ class Scheduler:
         self._gate = gate
         self._counters = counters
         self._num_admitted = 0
+        self._wants = options.eviction is EvictionRule.FUTURE
 
     def schedule(self) -> Schedule:
         """Preempt and admit as needed and say what runs."""
@@ -76,10 +77,12 @@ class Scheduler:
                 return Schedule(_NO_ROWS, _NO_ROWS, outgrown=table.sequence(int(decodes[0])))
             closed_rank = min(closed_rank, victim.request.tier.rank)
             decodes, partial = decodes[decodes != victim.row], partial[partial != victim.row]
+            self._gate.on_memory_preemption()
             self.preempt(victim)
             short = self._grow(decodes)
         budget = self._options.max_num_batched_tokens - len(decodes) - len(padding)
         chunk_rows, chunk_counts = _NO_ROWS, _NO_ROWS
+        self._gate.begin_step()
         if len(partial) or (table.has_free_row and len(self._queue) > self._queue.num_parked):
             chunk_rows, chunk_counts = self._chunks(partial, budget, closed_rank)
         ones = np.ones(len(decodes), np.int64)
@@ -98,6 +101,8 @@ class Scheduler:
         self._residency.release(sequence)
         table.unbind(row)
         self._queue.push_preempted(sequence)
+        if self._wants:
+            self._residency.want(sequence)
         self._counters.preemptions += 1
 
     def _grow(self, decodes: Rows) -> bool:
@@ -148,16 +153,18 @@ class Scheduler:
                     self._queue.park(rank, match.wait_for)
                     continue
                 available = self._residency.num_available - match.num_revived
-                if not self._gate.admits(sequence, match.num_new, available, table):
+                if not self._gate.admits(sequence, match, available):
                     may_admit = False  # strictly: nobody of a lower tier takes what it waits for
                     break
                 row = self._admit(sequence, match, rank)
+                self._gate.on_admit(sequence)
                 if budget > 0:
                     budget -= take(row)
         return np.array(rows, np.int64), np.array(counts, np.int64)
 
     def _admit(self, sequence: Sequence, match: Match, rank: int) -> int:
         self._queue.pop(rank)
+        self._residency.unwant(sequence)
         self._num_admitted += 1
         row = self._table.bind(sequence, (rank << _ORDER_BITS) + self._num_admitted)
         self._residency.attach(sequence, match)

@@ -35,9 +35,11 @@ class Sequence:
     row: int = -1  # in the running table; -1 while it does not run
     generated: tuple[int, ...] = ()  # drawn so far, as of the last preemption
     nodes: list[Node] = field(default_factory=list)  # prefix chain of its full pages, as far as interned
+    num_wanted: int = 0  # leading nodes that count this sequence among those that wait for them
     num_cached: int | None = None  # prompt tokens from the prefix index at first admission
     num_preemptions: int = 0
     max_computed: int = 0  # most tokens ever computed before a preemption: what is computed again is waste
+    expected_tokens: int = 0  # of its answer, predicted when it came
     stop: StopStrings | None = None
     logprobs: list[TokenLogprobs] | None = None
 

@@ -48,6 +48,7 @@ class EngineStats:
     pages_active: int
     pages_in_flight: int
     evictions: int  # cached pages given up for others
+    wanted_evictions: int  # of those, with a waiting request that would have used them
     mean_batch: float  # sequences per step, without padding
     plan_s: float  # host time: deciding and packing
     run_s: float  # in the runner

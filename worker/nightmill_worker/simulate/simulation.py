@@ -9,8 +9,9 @@ import numpy as np
 from nightmill.errors import ConfigError, EngineError
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
+from nightmill_worker.engine.growth import DEFAULT_RESERVE
 from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.options import LoopOptions, Policy
+from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, QueueOrder
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.engine.step import PoolShape, StepPlan
@@ -34,6 +35,9 @@ class SimulationOptions:
     page_size: int = 16
     is_length_known: bool = True  # the scheduler may look at the answer's length, as with ignore_eos
     max_tokens: int | None = None  # cuts answers off; None: nothing does (unknown lengths: 1,000, or the longest)
+    admission: AdmissionRule = AdmissionRule.GROWTH
+    order: QueueOrder = QueueOrder.PLANNED
+    eviction: EvictionRule = EvictionRule.FUTURE
     lookahead: int = 4096  # requests of a tier that wait in the engine
 
 
@@ -195,4 +199,9 @@ class Simulation:
             enable_prefix_caching=self._trace.has_prefixes,
             max_model_len=longest,
             policy=policy,
+            order=options.order,
+            admission=options.admission,
+            eviction=options.eviction,
+            # Nobody is to be kept a place for where nobody more urgent will come.
+            tier_reserve=DEFAULT_RESERVE if len({row.tier for row in self._trace.rows}) > 1 else 0.0,
         )
