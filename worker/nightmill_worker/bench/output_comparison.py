@@ -1,0 +1,141 @@
+"""Whether two outputs of one job agree: every column exactly, the completions up to near ties of the logits.
+
+A completion that differs is tokenised again, and transformers, teacher-forced with the first output's tokens, says how
+far apart the two choices were at the first token that differs (see comparator.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import torch
+
+from nightmill.errors import ValidationError
+from nightmill.job_file import read_job_file
+from nightmill.reader import read_shard
+from nightmill.records import JobSpec, ShardRange, SourceFile
+from nightmill.rows import InputRow, parse_rows
+from nightmill.states import Tier
+from nightmill.storage import LocalStorage
+from nightmill_worker.bench.comparator import Comparison, ReferenceStep, compare_greedy
+from nightmill_worker.feed.requests import RequestMaker, RowRequest
+from nightmill_worker.feed.tokenizer import Tokenizer
+from nightmill_worker.model.config import ModelConfig
+from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
+from nightmill_worker.model.source import resolve_model
+
+_TEXT = ("completion", "finish_reason", "completion_tokens")
+# How a row came to its answer may differ between two correct runs; what the answer is may not.
+_HOW = ("cached_tokens", "attempts")
+_CANDIDATES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputComparison:
+    """The verdict over two output folders."""
+
+    num_rows: int
+    differing_columns: tuple[str, ...]  # other than completions: must be empty
+    completions: Comparison
+
+
+def compare_outputs(first: Path, second: Path) -> OutputComparison:
+    """Compare two finished output folders of the same greedy job.
+
+    Raises:
+        ValidationError: a folder is no output of ours, or the two have different rows.
+    """
+    job = read_job_file(LocalStorage(), str(first.resolve()))
+    if job is None:
+        raise ValidationError(f"{first} is not an output folder: it has no _nightmill/job.json")
+    a, b = _read(first), _read(second)
+    if a.num_rows != b.num_rows or a.schema != b.schema:
+        raise ValidationError(f"{first} and {second} differ in rows or schema")
+    columns = [name for name in a.column_names if name not in (*_TEXT, *_HOW)]
+    differing = tuple(name for name in columns if not a[name].equals(b[name]))
+    return OutputComparison(
+        num_rows=a.num_rows, differing_columns=differing, completions=_judge(job.spec, job.sources, a, b)
+    )
+
+
+def _read(folder: Path) -> pa.Table:
+    return ds.dataset(sorted(folder.glob("part-*.parquet")), format="parquet").to_table()
+
+
+def _judge(spec: JobSpec, sources: tuple[SourceFile, ...], a: pa.Table, b: pa.Table) -> Comparison:
+    texts = [a[spec.output_column].to_pylist(), b[spec.output_column].to_pylist()]
+    reasons = [a["finish_reason"].to_pylist(), b["finish_reason"].to_pylist()]
+    differing = {i for i in range(a.num_rows) if texts[0][i] != texts[1][i] or reasons[0][i] != reasons[1][i]}
+    if not differing:
+        return Comparison(num_rows=a.num_rows, near_ties=(), failures=())
+    oracle = _Oracle(spec)
+    reference, actual = [], []
+    for place, row in _rows_at(spec, sources, differing):
+        expected = oracle.tokens(texts[0][place], reasons[0][place])
+        reference.append(oracle.steps(row, expected))
+        actual.append(oracle.tokens(texts[1][place], reasons[1][place]))
+    verdict = compare_greedy(reference, actual, dtype=oracle.dtype)
+    return replace(verdict, num_rows=a.num_rows)
+
+
+def _rows_at(spec: JobSpec, sources: tuple[SourceFile, ...], wanted: set[int]) -> Iterator[tuple[int, InputRow]]:
+    """Input rows with their place in the whole output: sources follow each other in plan order."""
+    start = 0
+    for source in sources:
+        whole = ShardRange(index=0, source_file=source.uri, row_start=0, row_end=source.num_rows)
+        for batch in read_shard(whole, spec):
+            for row in parse_rows(batch, spec):
+                if isinstance(row, InputRow) and start + row.row_index in wanted:
+                    yield start + row.row_index, row
+        start += source.num_rows
+
+
+class _Oracle:
+    """transformers, asked for its logits along a given answer."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        from transformers import AutoModelForCausalLM
+
+        resolved = resolve_model(spec.model)
+        config = ModelConfig.from_directory(resolved.directory)
+        self.dtype = resolve_dtype(spec.model.dtype, config)
+        self._tokenizer = Tokenizer.load(resolved.directory)
+        self._maker = RequestMaker(
+            self._tokenizer,
+            spec,
+            job_id="comparison",
+            tier=Tier.NORMAL,
+            max_model_len=config.resolve_max_model_len(spec.model.max_model_len),
+        )
+        self._model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, dtype=torch_dtype(self.dtype))
+
+    def tokens(self, text: str, finish_reason: str) -> list[int]:
+        """The answer's tokens, EOS included where it stopped."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids + [self._tokenizer.eos_token_ids[0]] * (finish_reason == "stop")
+
+    @torch.inference_mode()
+    def steps(self, row: InputRow, answer: list[int]) -> list[ReferenceStep]:
+        """The first output's choice at each position, with the reference's candidates there."""
+        (made,) = self._maker.make([row])
+        if not isinstance(made, RowRequest):
+            raise ValidationError(f"row {row.row_index} has completions in both outputs but cannot be run: {made}")
+        ids = torch.tensor([[*made.request.prompt, *answer[:-1]]])
+        logits = self._model(ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+        best = logits.topk(_CANDIDATES)
+        steps: list[ReferenceStep] = []
+        for i, token in enumerate(answer):
+            candidates = dict(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True))
+            candidates.setdefault(token, float(logits[i, token]))
+            steps.append(_Step(token, candidates, float(logits[i].abs().max())))
+        return steps
+
+
+class _Step(ReferenceStep):
+    """Either of the two outputs may be the one below: the distance counts, not its sign."""
+
+    def gap_to(self, token: int) -> float:
+        return abs(self.candidates[self.token] - self.candidates.get(token, float("-inf")))
