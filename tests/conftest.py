@@ -6,6 +6,10 @@ import pytest
 
 from nightmill.records import ModelSpec
 from nightmill_worker.model.source import resolve_model
+from nightmill_worker.model.threads import limit_spinning
+
+# Before a test loads torch: threads that spin take the cores from the processes that the tests start.
+limit_spinning()
 
 
 @pytest.fixture(scope="session")
