@@ -60,6 +60,9 @@ def bench(
       nightmill bench --workload W2 --policy both --baseline transformers --rounds 3
     """
     names = _names(workload)
+    from nightmill_worker.model.threads import limit_spinning
+
+    limit_spinning()  # as in the engine process, and before torch
     # torch and the model code load only once the command is really called.
     from nightmill_worker.bench.report import comparison_table
     from nightmill_worker.bench.session import BenchOptions, BenchSession
