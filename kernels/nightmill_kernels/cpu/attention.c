@@ -13,7 +13,10 @@
 
 #include "tile.h"
 
-enum { SPLIT_FACTOR = 4 };  // fewer tiles than this many per thread: spread segments
+enum {
+  SPLIT_FACTOR = 4,        // fewer tiles than this many per thread: spread segments
+  MAX_PARTIALS = 1 << 24,  // floats of partial results above which they are not spread: 64 MB
+};
 
 struct part {  // a unit of scheduling
   int64_t tile;
@@ -170,8 +173,9 @@ int nm_paged_attention(const struct nm_attention *call) {
   work.tiles = malloc(sizeof(struct tile) * (size_t)work.num_tiles);
   if (!work.tiles) goto done;
   list_tiles(call, work.tiles);
-  const int split = call->threads > 1 && work.num_tiles < (int64_t)SPLIT_FACTOR * call->threads;
+  int split = call->threads > 1 && work.num_tiles < (int64_t)SPLIT_FACTOR * call->threads;
   work.num_parts = list_parts(&work, split, NULL);
+  if (work.num_floats > MAX_PARTIALS) work.num_parts = list_parts(&work, split = 0, NULL);
   work.parts = malloc(sizeof(struct part) * (size_t)work.num_parts);
   if (!work.parts) goto done;
   list_parts(&work, split, work.parts);

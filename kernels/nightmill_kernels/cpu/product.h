@@ -87,7 +87,6 @@ INLINE void product(float *out, int64_t out_stride, const unit *a, int64_t a_str
 // Four rows of four units, transposed. Split: two bf16 become two fp32, each in its own row of the block.
 INLINE void transpose4(const unit *rows, int64_t stride, unit *out, int64_t out_stride, const int split) {
   typedef uint32_t u4 __attribute__((vector_size(16)));
-  typedef int32_t i4 __attribute__((vector_size(16)));
   u4 a, b, c, d;
   memcpy(&a, rows, 16);
   memcpy(&b, rows + stride, 16);
@@ -96,7 +95,7 @@ INLINE void transpose4(const unit *rows, int64_t stride, unit *out, int64_t out_
 #if defined(__clang__)
 #define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shufflevector(x, y, i0, i1, i2, i3)
 #else
-#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shuffle(x, y, (i4){i0, i1, i2, i3})
+#define SHUFFLE4(x, y, i0, i1, i2, i3) __builtin_shuffle(x, y, (u4){i0, i1, i2, i3})
 #endif
   const u4 ab_low = SHUFFLE4(a, b, 0, 4, 1, 5), ab_high = SHUFFLE4(a, b, 2, 6, 3, 7);
   const u4 cd_low = SHUFFLE4(c, d, 0, 4, 1, 5), cd_high = SHUFFLE4(c, d, 2, 6, 3, 7);
