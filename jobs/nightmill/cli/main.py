@@ -26,6 +26,7 @@ COMMANDS = {
 WORKER_HELP = {
     "run": "Answer every row of a Parquet input, in this process.",
     "bench": "Measure the engine on this machine.",
+    "simulate": "What a file would take on a device: the real scheduler on a roofline.",
 }
 PLUGIN_GROUP = "nightmill.commands"
 

@@ -55,11 +55,14 @@ class GrowthGate:
             return False
         if self._table.num_used == 0:
             return True  # alone: nothing else can grow
+        tier, num_pages = sequence.request.tier, self._pool.num_usable
+        limit = num_pages - reserve_pages(tier, num_pages, self._options.tier_reserve)
         if self._round is None:
+            if self._fits_at_worst(sequence, limit):
+                return True
             self._round = self._begin_round()
         candidate = self._as_candidate(sequence, match)
-        tier, num_pages = sequence.request.tier, self._pool.num_usable
-        if not self._round.fits(candidate, num_pages - reserve_pages(tier, num_pages, self._options.tier_reserve)):
+        if not self._round.fits(candidate, limit):
             return False
         self._candidate = candidate
         return True
@@ -84,6 +87,13 @@ class GrowthGate:
         request = sequence.request
         distribution = self._lengths.distribution(request.job_id, request.tier, request.sampling.max_tokens)
         distribution.observe(len(sequence.generated), is_censored=reason is not FinishReason.STOP)
+
+    def _fits_at_worst(self, sequence: Sequence, limit: int) -> bool:
+        """Even if every answer gets as long as it may: cheap to know, and in a large pool it is nearly always so."""
+        rows = self._table.rows()
+        longest = len(sequence.request.prompt) + sequence.request.sampling.max_tokens
+        total = int(self._table.max_total[rows].sum()) + longest
+        return total // self._pool.page_size + len(rows) + 1 <= limit  # at most a partial page each
 
     def _begin_round(self) -> GrowthRound:
         table, pool = self._table, self._pool
