@@ -134,6 +134,20 @@ def test_top_p_of_a_flat_distribution_keeps_its_share() -> None:
     assert tokens.max() == pytest.approx(499, abs=2)
 
 
+def test_top_p_shares_out_what_a_large_top_k_keeps() -> None:
+    logits = torch.linspace(1e-3, 0, 1000).expand(4000, -1)
+    tokens = run(logits, [Row(seed=i, top_k=400, top_p=0.5) for i in range(4000)]).tokens
+    assert tokens.max() == pytest.approx(199, abs=2)
+
+
+@pytest.mark.parametrize("row", [Row(top_k=10), Row(top_k=128), Row(top_k=129), Row(top_p=0.01), Row(min_p=1.0)])
+def test_tokens_that_tie_with_the_last_one_kept_are_kept(row: Row) -> None:
+    logits = torch.full((1, 1000), -5.0)
+    logits[0, 100:300] = 2.0  # more than the candidates
+    tokens = run(logits.expand(3000, -1), [replace(row, seed=i) for i in range(3000)]).tokens
+    assert set(tokens.tolist()) == set(range(100, 300))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("row", [GREEDY, Row(), Row(top_k=3), Row(top_p=0.5, num_logprobs=2)])
 def test_a_row_that_is_not_finite_fails_alone(bad: float, row: Row) -> None:
