@@ -10,7 +10,7 @@ from nightmill.errors import ConfigError
 from nightmill.failpoint import parse_failpoints
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-CPU_ISAS = ("generic", "avx2", "avx512", "amx")
+CPU_ISAS = ("avx512_bf16", "avx512", "avx2", "portable", "reference")
 _VARIABLES = frozenset(
     {
         "NIGHTMILL_HOME",
