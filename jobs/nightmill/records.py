@@ -49,6 +49,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     pool_bytes: int | None = None  # KV pool; None: by device
+    swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none
     num_threads: int | None = None  # CPU threads of the engine; None: by machine
 
 

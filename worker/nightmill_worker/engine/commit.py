@@ -24,6 +24,7 @@ def commit_step(table: RunningTable, schedule: Schedule, plan: StepPlan, output:
     """Advance `num_computed`, append the drawn tokens, and report endings; rows stay bound."""
     computed = schedule.rows[: schedule.num_real]
     table.num_computed[computed] += schedule.counts[: schedule.num_real]
+    _cross_holes(table, computed)
     rows = schedule.rows[plan.sample.sequence]
     positions = table.num_tokens[rows]
     table.tokens[rows, positions] = output.tokens
@@ -33,6 +34,14 @@ def commit_step(table: RunningTable, schedule: Schedule, plan: StepPlan, output:
         if kept is not None and i not in output.failed:
             kept.append(logprobs)
     return _endings(table, rows, positions, output)
+
+
+def _cross_holes(table: RunningTable, rows: Rows) -> None:
+    """What was lost before the restored pages is computed again: go on behind them."""
+    across = rows[table.num_computed[rows] == table.hole_end[rows]]  # a row that has computed is never at 0
+    if len(across):
+        table.num_computed[across] = table.hole_to[across]
+        table.hole_end[across] = table.hole_to[across] = 0
 
 
 def _endings(table: RunningTable, rows: Rows, positions: Rows, output: StepOutput) -> list[Ending]:

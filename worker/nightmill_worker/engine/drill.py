@@ -11,7 +11,7 @@ from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig, expected_
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
-from nightmill_worker.engine.step import PoolShape, StepOutput, StepPlan
+from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.engine.stop import Detokenize
 
 
@@ -95,6 +95,7 @@ class WatchedRunner:
     def __init__(self, config: FakeRunnerConfig) -> None:
         self._fake = FakeRunner(config)
         self._is_written = np.zeros(config.num_pages * config.page_size, np.bool_)
+        self._was_written = np.zeros((config.num_host_pages, config.page_size), np.bool_)
         self._loop: EngineLoop | None = None
         self.plans_seen = 0
 
@@ -107,6 +108,30 @@ class WatchedRunner:
     def vocab_size(self) -> int:
         """See Runner."""
         return self._fake.vocab_size
+
+    @property
+    def host(self) -> HostShape:
+        """See Swaps."""
+        return self._fake.host
+
+    def swap_out(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        """See Swaps."""
+        if self._loop is not None:
+            _require(
+                bool((self._loop.pool.refcount[pages] == 1).all()), "only pages without another holder are swapped"
+            )
+        self._was_written[host_pages] = self._written[pages]
+        self._fake.swap_out(pages, host_pages)
+
+    def swap_in(self, host_pages: NDArray[np.int32], pages: NDArray[np.int32]) -> None:
+        """See Swaps."""
+        if self._loop is not None:
+            pool = self._loop.pool
+            _require(bool((pool.refcount[pages] == 1).all()), "a page being restored has one owner (I3)")
+            _require(not pool.published[pages].any(), "a published page is not written (I3)")
+        _require(not self._written[pages].any(), "each position is written once per residency (I6)")
+        self._written[pages] = self._was_written[host_pages]
+        self._fake.swap_in(host_pages, pages)
 
     def watch(self, loop: EngineLoop) -> None:
         """Check plans against this loop from now on."""
@@ -137,7 +162,12 @@ class WatchedRunner:
 
     def _freed(self, pages: NDArray[np.int32]) -> None:
         self._fake.poison(pages)
-        self._is_written.reshape(-1, self.pool.page_size)[pages] = False
+        self._written[pages] = False
+
+    @property
+    def _written(self) -> NDArray[np.bool_]:
+        """[pages, page_size], a view."""
+        return self._is_written.reshape(-1, self.pool.page_size)
 
 
 def _require(holds: bool, what: str) -> None:

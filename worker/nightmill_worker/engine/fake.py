@@ -16,7 +16,7 @@ from nightmill.errors import EngineError
 from nightmill.sampling import SamplingParams
 from nightmill_worker.engine.audit import audit_plan
 from nightmill_worker.engine.request import FinishReason, Request, TokenLogprobs
-from nightmill_worker.engine.step import PoolShape, SampleBatch, StepOutput, StepPlan
+from nightmill_worker.engine.step import NULL_PAGE, HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
 from nightmill_worker.engine.stop import Detokenize
 
 _MASK = (1 << 64) - 1
@@ -32,6 +32,8 @@ class FakeRunnerConfig:
     page_size: int = 16
     vocab_size: int = 1000
     bytes_per_token: int = 16
+    num_host_pages: int = 0
+    host_bytes_per_s: float = 1e10
     fail_token: int | None = None  # a sequence that has this token in sight gets a row failure instead of a token
     crash_token: int | None = None  # computing this token raises EngineError
 
@@ -49,6 +51,7 @@ class FakeRunner:
         self._pool = PoolShape(num_pages=c.num_pages, page_size=c.page_size, bytes_per_token=c.bytes_per_token)
         self._keys = np.full((c.num_pages, c.page_size), _POISON, np.uint64)
         self._values = np.full((c.num_pages, c.page_size), _POISON, np.uint64)
+        self._host = np.full((c.num_host_pages, 2, c.page_size), _POISON, np.uint64)
         self.is_closed = False
 
     @property
@@ -78,6 +81,27 @@ class FakeRunner:
         bad = np.flatnonzero(failed[batch.sequence]).tolist()
         return StepOutput(tokens=tokens, logprobs=logprobs, failed=dict.fromkeys(bad, message))
 
+    @property
+    def host(self) -> HostShape:
+        """See Swaps."""
+        return HostShape(num_pages=self._config.num_host_pages, bytes_per_s=self._config.host_bytes_per_s)
+
+    def swap_out(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        """See Swaps."""
+        self._check_copy(pages, host_pages)
+        self._host[host_pages, 0] = self._keys[pages]
+        self._host[host_pages, 1] = self._values[pages]
+
+    def swap_in(self, host_pages: NDArray[np.int32], pages: NDArray[np.int32]) -> None:
+        """See Swaps."""
+        self._check_copy(pages, host_pages)
+        self._keys[pages] = self._host[host_pages, 0]
+        self._values[pages] = self._host[host_pages, 1]
+
+    def poison_host(self, host_pages: NDArray[np.int32]) -> None:
+        """Fill host pages with garbage."""
+        self._host[host_pages] = _POISON
+
     def poison(self, pages: NDArray[np.int32]) -> None:
         """Fill pages with garbage, as a test does with those that nobody holds."""
         self._keys[pages] = _POISON
@@ -86,6 +110,12 @@ class FakeRunner:
     def close(self) -> None:
         """See Runner."""
         self.is_closed = True
+
+    def _check_copy(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        limits = ((pages, NULL_PAGE + 1, self._config.num_pages), (host_pages, 0, self._config.num_host_pages))
+        for ids, first, end in limits:
+            if len(ids) != len(pages) or len(np.unique(ids)) != len(ids) or (ids < first).any() or (ids >= end).any():
+                raise EngineError(f"swap of pages {pages.tolist()} and host pages {host_pages.tolist()} is malformed")
 
     def _forward(self, plan: StepPlan) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
         """[S] hash of what each sequence's last token sees; [S] whether it sees the fail token."""

@@ -10,6 +10,10 @@ from nightmill_worker.engine.sequence import Sequence, SequenceState
 
 Rows = NDArray[np.int64]
 
+ORDER_BITS = 48
+"""`order` is the tier's rank above the admission number, in these many bits."""
+IMMUNE_TOKENS = 64
+"""A sequence that has come back draws this many before it may be taken off again: preempting must pay."""
 _INITIAL_STOP_IDS = 8
 
 
@@ -30,10 +34,15 @@ class RunningTable:
         self.num_tokens = np.zeros(rows, np.int64)  # prompt + generated
         self.num_computed = np.zeros(rows, np.int64)  # tokens whose KV is in the pages
         self.max_computed = np.zeros(rows, np.int64)  # of an earlier run: what is computed below it is done again
+        # After a swap: computing goes up to hole_end, from there to hole_to the KV was restored. 0: no hole.
+        self.hole_end = np.zeros(rows, np.int64)
+        self.hole_to = np.zeros(rows, np.int64)
         self.prompt_len = np.zeros(rows, np.int64)
         self.min_total = np.zeros(rows, np.int64)  # num_tokens from which a stop counts
         self.max_total = np.zeros(rows, np.int64)  # num_tokens at which the sequence ends
         self.order = np.zeros(rows, np.int64)  # (tier rank, admission number) in one comparable integer
+        self.num_preemptions = np.zeros(rows, np.int64)
+        self.immune_until = np.zeros(rows, np.int64)  # num_tokens until which it is not preempted again
         self.is_padding = np.zeros(rows, np.bool_)  # ended, kept in the batch by the static policy
         self.stop_ids = np.full((rows, _INITIAL_STOP_IDS), -1, np.int32)  # EOS and stop tokens, -1 fills
         self.has_stop_strings = np.zeros(rows, np.bool_)
@@ -61,6 +70,12 @@ class RunningTable:
         """Another sequence can be bound."""
         return bool(self._free_rows)
 
+    def num_missing(self, rows: Rows) -> Rows:
+        """Tokens to compute before each row draws, or reaches what was restored."""
+        ends = np.where(self.hole_end[rows] > 0, self.hole_end[rows], self.num_tokens[rows])
+        missing: Rows = ends - self.num_computed[rows]
+        return missing
+
     def rows(self) -> Rows:
         """Rows in use, ascending; not to be written to."""
         if self._rows is None:
@@ -84,10 +99,13 @@ class RunningTable:
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = self.num_pages[row] = self.num_published[row] = 0
         self.max_computed[row] = sequence.max_computed
+        self.hole_end[row] = self.hole_to[row] = 0
         self.prompt_len[row] = length
         self.min_total[row] = length + sampling.min_tokens
         self.max_total[row] = length + sampling.max_tokens
         self.order[row] = order
+        self.num_preemptions[row] = sequence.num_preemptions
+        self.immune_until[row] = num_tokens + IMMUNE_TOKENS if sequence.num_preemptions else 0
         self._set_stop_ids(row, tuple(dict.fromkeys(request.eos_token_ids + sampling.stop_token_ids)))
         self.has_stop_strings[row] = sequence.stop is not None
         self.needs_history[row] = (

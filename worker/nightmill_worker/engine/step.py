@@ -5,7 +5,7 @@ preallocated buffers: a Runner must not keep them after `run` returns.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,4 +99,35 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the pool and the weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShape:
+    """The host pool a runner swaps to, and how fast."""
+
+    num_pages: int  # of the page pool's page size; 0: no swap
+    bytes_per_s: float  # out and in, measured when the runner was built
+
+
+@runtime_checkable
+class Swaps(Protocol):
+    """A Runner that can also keep pages on the host. Without it, preemption recomputes.
+
+    Copies take effect in the order of the calls, `run` included: what `run` wrote before a `swap_out` is copied, and
+    when `swap_out` has returned its pages may be given to anyone, since whatever writes to them comes after. A device
+    that works behind the caller's back has to keep this up: see docs/adr/0002-preemption.md.
+    """
+
+    @property
+    def host(self) -> HostShape:
+        """The host pool this runner owns."""
+        ...
+
+    def swap_out(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        """Copy page `pages[i]` of the pool to `host_pages[i]`, bit for bit. Neither holds an id twice."""
+        ...
+
+    def swap_in(self, host_pages: NDArray[np.int32], pages: NDArray[np.int32]) -> None:
+        """Copy `host_pages[i]` to page `pages[i]` of the pool, bit for bit. Neither holds an id twice."""
         ...

@@ -18,6 +18,7 @@ DEFAULT_PAGE_SIZE = 16
 # A CPU worker shares its memory with the data it serves; the pool is touched page by page as it fills.
 _CPU_POOL_BYTES = 4 << 30
 _CPU_POOL_FRACTION = 0.4
+_HOST_POOL_DIVISOR = 4
 
 
 class KVPool:
@@ -33,11 +34,16 @@ class KVPool:
         # One allocation: a page can be moved in a few copies.
         dims = (config.num_layers, 2, shape.num_pages, config.num_kv_heads, shape.page_size, config.head_dim)
         self._pages = (
-            _zeroed_on_touch(dims, dtype)
+            zeroed_on_touch(dims, dtype)
             if torch.device(device).type == "cpu"
             else torch.zeros(dims, dtype=dtype, device=device)
         )
         self._layers = [(layer[0], layer[1]) for layer in self._pages]
+
+    @property
+    def planes(self) -> Tensor:
+        """All pages as [2 · layers, num_pages, kv_heads, page_size, head_dim]: K and V of each layer is a plane."""
+        return self._pages.flatten(0, 1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V pages of one layer."""
@@ -65,7 +71,17 @@ def plan_pool(config: ModelConfig, options: EngineOptions, *, dtype: str, max_mo
     return PoolShape(num_pages=num_pages, page_size=page_size, bytes_per_token=bytes_per_token)
 
 
-def _zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def plan_host_pages(shape: PoolShape, options: EngineOptions) -> int:
+    """Pages of the host pool: as `swap_bytes` says, else a quarter of the page pool.
+
+    On a CPU both are the same kind of memory, and untouched host pages take none of it.
+    """
+    if options.swap_bytes is None:
+        return shape.num_pages // _HOST_POOL_DIVISOR
+    return options.swap_bytes // (shape.page_size * shape.bytes_per_token)
+
+
+def zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that cost neither time nor memory until a page is written: torch.zeros would touch all of it at start."""
     memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):

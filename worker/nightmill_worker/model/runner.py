@@ -11,14 +11,15 @@ from torch import Tensor
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill_kernels.metadata import AttentionMetadata
-from nightmill_worker.engine.step import PoolShape, StepOutput, StepPlan
+from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
 from nightmill_worker.model.layers import StepTensors
-from nightmill_worker.model.pool import KVPool, plan_pool
+from nightmill_worker.model.pool import KVPool, plan_host_pages, plan_pool
 from nightmill_worker.model.sampler import sample
+from nightmill_worker.model.swap import HostPages
 from nightmill_worker.model.weights import ModelWeights, load_weights
 
 
@@ -47,7 +48,13 @@ class ModelRunnerConfig:
         dtype = resolve_dtype(self.spec.dtype, config)
         max_model_len = config.resolve_max_model_len(self.spec.max_model_len)
         shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
-        return ModelRunner(config, self._weights(config, torch_dtype(dtype)), shape, max_model_len=max_model_len)
+        return ModelRunner(
+            config,
+            self._weights(config, torch_dtype(dtype)),
+            shape,
+            max_model_len=max_model_len,
+            num_host_pages=plan_host_pages(shape, self.options),
+        )
 
     def _weights(self, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
         match self.spec.load_format:
@@ -60,13 +67,22 @@ class ModelRunnerConfig:
 
 
 class ModelRunner:
-    """Runs steps of a decoder on the CPU; a Runner."""
+    """Runs steps of a decoder on the CPU; a Runner that swaps."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, shape: PoolShape, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        shape: PoolShape,
+        *,
+        max_model_len: int,
+        num_host_pages: int = 0,
+    ) -> None:
         self._config = config
         self._shape = shape
         self.max_model_len = max_model_len  # tokens a sequence may have: what the rotary tables were made for
         pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
+        self._host: HostPages | None = HostPages(pool, num_host_pages)
         self._decoder: Decoder | None = Decoder(config, weights, pool, max_model_len=max_model_len)
 
     @property
@@ -78,6 +94,21 @@ class ModelRunner:
     def vocab_size(self) -> int:
         """Token ids are in [0, vocab_size)."""
         return self._config.vocab_size
+
+    @property
+    def host(self) -> HostShape:
+        """The host pool this runner owns."""
+        return self._swap_pool().shape
+
+    @torch.inference_mode()
+    def swap_out(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        """Copy pages of the pool to host pages."""
+        self._swap_pool().swap_out(pages, host_pages)
+
+    @torch.inference_mode()
+    def swap_in(self, host_pages: NDArray[np.int32], pages: NDArray[np.int32]) -> None:
+        """Copy host pages to pages of the pool."""
+        self._swap_pool().swap_in(host_pages, pages)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -94,10 +125,15 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the pool and the weights."""
-        self._decoder = None
+        self._decoder = self._host = None
 
     def _forward(self, plan: StepPlan) -> Tensor:
         return self._loaded().forward(step_tensors(plan))
+
+    def _swap_pool(self) -> HostPages:
+        if self._host is None:
+            raise RuntimeError("this runner is closed")
+        return self._host
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
