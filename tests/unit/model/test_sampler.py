@@ -140,6 +140,14 @@ def test_top_p_shares_out_what_a_large_top_k_keeps() -> None:
     assert tokens.max() == pytest.approx(199, abs=2)
 
 
+@pytest.mark.parametrize("row", [Row(min_p=0.3), Row(temperature=0.03)])
+def test_top_p_holds_within_a_large_top_k_whatever_else_leaves_few_tokens(row: Row) -> None:
+    logits = torch.full((1, 1000), -1.0)
+    logits[0, :20] = torch.linspace(0.02, 0, 20)
+    rows = [replace(row, seed=i, top_k=400, top_p=0.0) for i in range(300)]
+    assert not run(logits.expand(300, -1), rows).tokens.any()
+
+
 @pytest.mark.parametrize("row", [Row(top_k=10), Row(top_k=128), Row(top_k=129), Row(top_p=0.01), Row(min_p=1.0)])
 def test_tokens_that_tie_with_the_last_one_kept_are_kept(row: Row) -> None:
     logits = torch.full((1, 1000), -5.0)

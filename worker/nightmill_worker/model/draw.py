@@ -53,7 +53,8 @@ def draw(logits: Tensor, rows: RandomRows) -> Tensor:
     vocab_size = logits.shape[-1]
     values, ids = logits.topk(min(_CANDIDATES, vocab_size), dim=-1)
     values /= rows.temperature[:, None]
-    cut = torch.maximum(_candidate_cut(logits, values, ids, rows), _out_of_reach(values[:, 0]))
+    cut, is_known = _candidate_cut(logits, values, ids, rows)
+    cut = torch.maximum(cut, _out_of_reach(values[:, 0]))
     noisy = values + gumbel_at(rows.seed[:, None], rows.position[:, None], ids)
     noisy.masked_fill_(values < cut[:, None], -torch.inf)
     best = noisy.amax(dim=-1, keepdim=True)
@@ -61,7 +62,7 @@ def draw(logits: Tensor, rows: RandomRows) -> Tensor:
     if values.shape[-1] == vocab_size:
         return drawn
     # A row is settled when its last candidate is cut off: no token outside the list can survive, nor tie with one.
-    unsettled = (cut <= values[:, -1]).nonzero().squeeze(-1)
+    unsettled = (~is_known | (cut <= values[:, -1])).nonzero().squeeze(-1)
     if len(unsettled):
         drawn[unsettled] = _draw_from_all(logits[unsettled], rows.at(unsettled))
     return drawn
@@ -72,26 +73,27 @@ def _out_of_reach(highest: Tensor) -> Tensor:
     return highest - (MAX_GUMBEL - MIN_GUMBEL)
 
 
-def _candidate_cut(logits: Tensor, values: Tensor, ids: Tensor, rows: RandomRows) -> Tensor:
-    """[n]: the lowest logit the filters keep, or, where that lies beyond the candidates, at most the last of them."""
+def _candidate_cut(logits: Tensor, values: Tensor, ids: Tensor, rows: RandomRows) -> tuple[Tensor, Tensor]:
+    """[n]: the lowest logit the filters keep, at most the last candidate's where it lies beyond; False: not known."""
     num_candidates, vocab_size = values.shape[-1], logits.shape[-1]
     is_limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
     kth = values.gather(-1, (rows.top_k.clamp(1, num_candidates) - 1)[:, None]).squeeze(-1)
     cut = values[:, 0] + rows.min_p.log()
     cut = torch.where(is_limited, torch.maximum(cut, kth), cut)
-    # top-p shares out the probability of what top-k keeps: of more than the candidates nothing is known yet.
-    wants_p = (rows.top_p < 1.0) & ~(is_limited & (rows.top_k > num_candidates))
+    reaches_beyond = (cut <= values[:, -1]) & (num_candidates < vocab_size)
+    # top-p shares out the probability of what top-k keeps: of a top-k beyond the candidates that is not known.
+    is_known = ~(is_limited & (rows.top_k > num_candidates) & reaches_beyond) | (rows.top_p >= 1.0)
+    wants_p = (rows.top_p < 1.0) & is_known
     if not bool(wants_p.any()):
-        return cut
+        return cut, is_known
     weights = (values - values[:, :1]).exp().masked_fill_(values < cut[:, None], 0.0).double()
     mass = weights / weights.cumsum(dim=-1)[:, -1:]
-    reaches_beyond = wants_p & (cut <= values[:, -1]) & (num_candidates < vocab_size)
-    spread = reaches_beyond.nonzero().squeeze(-1)
+    spread = (wants_p & reaches_beyond).nonzero().squeeze(-1)
     if len(spread):
         scaled = logits[spread] / rows.temperature[spread, None]
         mass[spread] = _softmax_at(scaled, cut[spread], ids[spread])
     p_cut, _ = _top_p_cut(values, mass, rows.top_p)
-    return torch.where(wants_p, torch.maximum(cut, p_cut), cut)
+    return torch.where(wants_p, torch.maximum(cut, p_cut), cut), is_known
 
 
 def _softmax_at(scaled: Tensor, cut: Tensor, ids: Tensor) -> Tensor:
