@@ -188,3 +188,40 @@ def test_lengths_are_learnt_from_answers_that_end_by_themselves():
 def test_unknown_rules_are_refused(name):
     with pytest.raises(Exception, match=f"{name} must be one of"):
         LoopOptions(**{name: "magic"})
+
+
+@pytest.mark.parametrize("seed", [6, 68, 74, 130, 144, 159, 185, 193])
+def test_prompts_that_take_many_steps_delay_growth_and_ends(seed):
+    rng = random.Random(seed)
+    requests = [request(k, [100 + k] * rng.randint(1, 150), rng.randint(1, 40)) for k in range(rng.randint(5, 30))]
+    pages, slots, budget = rng.randint(50, 130), rng.randint(3, 12), rng.choice([12, 16, 24])
+    engine = drill(
+        num_pages=pages, max_num_seqs=slots, max_num_batched_tokens=budget, tier_reserve=0.0, order="arrival"
+    )
+    engine.add(*requests)
+    engine.drain()
+    assert engine.loop.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("seed", [0, 10, 13, 15, 61, 63, 71, 130, 144, 222])
+def test_a_prefix_outlives_the_sequence_that_computed_it(seed):
+    rng = random.Random(seed)
+    requests = [
+        request(k, [rng.randint(1, 2)] * 40 + [100 + k] * rng.randint(1, 8), rng.randint(1, 60))
+        for k in range(rng.randint(4, 20))
+    ]
+    engine = drill(num_pages=rng.randint(30, 60), max_num_seqs=rng.randint(2, 8), tier_reserve=0.0, order="arrival")
+    engine.add(*requests)
+    engine.drain()
+    assert engine.loop.stats().preemptions == 0
+
+
+def test_a_running_sequence_no_longer_counts_as_waiting_for_its_prefix():
+    engine = drill(max_num_seqs=1)
+    engine.add(request(0, [1] * 12, 5), request(1, [1] * 12, 5))
+    index = engine.loop.index
+    assert {node.wanted for node in index._nodes.values()} == {2}
+    engine.step()
+    assert {node.wanted for node in index._nodes.values()} == {1}
+    engine.cancel(1)
+    assert {node.wanted for node in index._nodes.values()} == {0}

@@ -36,6 +36,8 @@ class GrowthGate:
         self._distribution_of_row = np.zeros(options.max_num_seqs, np.int64)
         self._is_known = np.zeros(options.max_num_seqs, np.bool_)
         self._round: GrowthRound | None = None
+        self._refcount = pool.refcount  # at the beginning of the round
+        self._lender_end: dict[int, int] = {}  # by page
         self._candidate: Candidate | None = None
         self._prefill_tokens = 0  # of all prompts under way, in the order in which they are computed
         self._steps = 0
@@ -97,6 +99,8 @@ class GrowthGate:
 
     def _begin_round(self) -> GrowthRound:
         table, pool = self._table, self._pool
+        self._refcount = pool.refcount.copy()
+        self._lender_end = {}
         rows = table.rows()
         own = table.num_tokens[rows].copy()
         num_shared = 0
@@ -146,13 +150,16 @@ class GrowthGate:
 
     def _as_candidate(self, sequence: Sequence, match: Match) -> Candidate:
         request, size = sequence.request, self._pool.page_size
-        holders = self._pool.refcount[match.pages]
-        num_held = int(np.count_nonzero(holders > 0))  # a prefix: who holds a page holds those before it
-        num_lent = int(np.count_nonzero(holders == 1))
+        num_held = int(np.count_nonzero(self._pool.refcount[match.pages]))  # a prefix, as holders hold what is before
+        # Those that were not shared when the round summed them up, so that they are in no count but their lender's.
+        num_lent = int(np.count_nonzero(self._refcount[match.pages[:num_held]] <= 1))
         missing = np.array([sequence.num_tokens - size * len(match.pages)])
         earliest, latest = self._delay(self._prefill_tokens + missing, missing)
+        delay = int(earliest[0])
+        # As for those that run: it grows from `delay` on, and holds its whole prompt before.
+        own = max(0, sequence.num_tokens - size * num_held - delay) + size * self._pool.num_pages(delay)
         return Candidate(
-            own_tokens=max(0, sequence.num_tokens - size * num_held - int(earliest[0])) + (size if earliest[0] else 0),
+            own_tokens=own,
             generated=len(sequence.generated),
             limit=request.sampling.max_tokens + int(latest[0]),
             is_known=is_length_known(sequence),
@@ -162,10 +169,16 @@ class GrowthGate:
         )
 
     def _lender_ends(self, match: Match, num_held: int) -> int:
-        """Steps until the only holder of the last held page ends, as far as it is known."""
+        """Steps until whoever held the last held page first in this round ends, as far as it is known."""
+        page = int(match.pages[num_held - 1])
+        if page not in self._lender_end:
+            self._lender_end[page] = self._first_holder_ends(page, num_held - 1)
+        return self._lender_end[page]
+
+    def _first_holder_ends(self, page: int, column: int) -> int:
         table = self._table
         rows = table.rows()
-        lender = rows[table.page_table[rows, num_held - 1] == match.pages[num_held - 1]]
+        lender = rows[table.page_table[rows, column] == page]
         if len(lender) == 0 or not self._is_known[lender[0]]:
             return FOREVER
         return int(table.max_total[lender[0]] - table.num_tokens[lender[0]])
