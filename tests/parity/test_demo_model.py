@@ -10,23 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tests.parity.demo_generation import Schedule, build_runner, generate, load_reference, reference_steps
+from tests.parity.paged_driver import PagedDriver
 
-from nightmill.records import EngineOptions, ModelSpec
-from nightmill.sampling import SamplingParams
-from nightmill.states import Tier
-from nightmill_worker.bench.comparator import Comparison, ReferenceStep, compare_greedy
+from nightmill_worker.bench.comparator import Comparison, compare_greedy
 from nightmill_worker.bench.corpus import corpus_texts
-from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.options import LoopOptions
-from nightmill_worker.engine.request import Finished, Request
 from nightmill_worker.feed.tokenizer import Tokenizer
-from nightmill_worker.model.runner import ModelRunnerConfig
+from nightmill_worker.model.runner import ModelRunner
 
 pytestmark = pytest.mark.demo_model
 
-MAX_TOKENS = 8
-MAX_MODEL_LEN = 256
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 90)
 SHARED = 35  # tokens that a quarter of the prompts begin with: two whole pages and a part
 
@@ -40,46 +33,43 @@ def prompts(demo_model_dir: Path) -> list[tuple[int, ...]]:
     return [shared + ids if i % 4 == 3 else ids for i, ids in enumerate(cut)]
 
 
-def generate(directory: Path, prompts: Sequence[tuple[int, ...]], options: LoopOptions, dtype: str) -> list[list[int]]:
-    spec = ModelSpec(model=str(directory), dtype=dtype, max_model_len=MAX_MODEL_LEN)
-    runner = ModelRunnerConfig(model_dir=directory, spec=spec, options=EngineOptions(pool_bytes=128 << 20)).build()
-    loop = EngineLoop(runner, options)
-    for i, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        loop.add(Request(request_id=i, job_id="parity", tier=Tier.NORMAL, prompt=prompt, sampling=sampling, seed=i))
-    ended: list[Finished] = []
-    while loop.has_work:
-        ended += loop.step()
-    loop.close()
-    assert not [f.error for f in ended if f.error is not None]
-    return [list(f.token_ids) for f in sorted(ended, key=lambda f: f.request_id)]
-
-
-def load_reference(directory: Path, dtype: torch.dtype) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return model.eval()
-
-
-@torch.inference_mode()
-def reference_steps(model: Any, prompt: Sequence[int], generated: Sequence[int]) -> list[ReferenceStep]:
-    ids = torch.tensor([[*prompt, *generated[:-1]]])
-    logits = model(ids, use_cache=False, logits_to_keep=len(generated)).logits[0].float()
-    best = logits.topk(20)
-    return [
-        ReferenceStep(int(line.argmax()), dict(zip(tokens, values, strict=True)), float(line.abs().max()))
-        for line, tokens, values in zip(logits, best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-
-
 def compare(model: Any, prompts: Sequence[tuple[int, ...]], generated: list[list[int]], dtype: str) -> Comparison:
     reference = [reference_steps(model, p, g) for p, g in zip(prompts, generated, strict=True)]
     return compare_greedy(reference, generated, dtype=dtype)
 
 
-CRAMPED = LoopOptions(max_num_seqs=16, max_num_batched_tokens=48, max_model_len=MAX_MODEL_LEN)
-ROOMY = LoopOptions(
-    max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False
-)
+CRAMPED = Schedule(max_num_seqs=16, max_num_batched_tokens=48)
+ROOMY = Schedule(enable_prefix_caching=False)
+
+
+FLOAT32_TOLERANCE = 1e-4
+"""Relative to the largest logit: 30 layers of roundings of 6e-8 each, with room."""
+BFLOAT16_EXCESS = 1.25
+"""Our mean error in bfloat16 over transformers' own, both against float32: another order, the same precision."""
+
+
+def our_logits(runner: ModelRunner, prompt: tuple[int, ...]) -> torch.Tensor:
+    """float32 [len(prompt), vocab], computed in chunks of 17 over shuffled pages."""
+    driver = PagedDriver(runner)
+    sequence, found = driver.add(prompt), []
+    while sequence.num_computed < len(prompt):
+        count = min(17, len(prompt) - sequence.num_computed)
+        found.append(runner.compute_logits(driver.plan([(sequence, count)], every_token=True)).float())
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def test_logits_equal_transformers(demo_model_dir: Path, prompts: list[tuple[int, ...]]) -> None:
+    exact, rounded = (load_reference(demo_model_dir, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours = {dtype: build_runner(demo_model_dir, Schedule(), dtype) for dtype in ("float32", "bfloat16")}
+    our_error = their_error = 0.0
+    for prompt in prompts[3::8]:
+        truth, theirs = (m(torch.tensor([prompt]), use_cache=False).logits[0].float() for m in (exact, rounded))
+        error = float((our_logits(ours["float32"], prompt) - truth).abs().max() / truth.abs().max())
+        assert error < FLOAT32_TOLERANCE, f"length {len(prompt)}: {error:.2e}"
+        our_error += float((our_logits(ours["bfloat16"], prompt) - truth).abs().mean())
+        their_error += float((theirs - truth).abs().mean())
+    assert our_error < BFLOAT16_EXCESS * their_error, f"{our_error:.4f} against {their_error:.4f}"
 
 
 def test_float32_equals_transformers_whatever_the_schedule(
