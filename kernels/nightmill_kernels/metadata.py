@@ -6,6 +6,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroups:
+    """Sequences whose first pages are the same page ids: attention over those is computed for all of them at once.
+
+    Every sequence named has one query token and stands in one group only.
+    """
+
+    starts: Tensor  # int32 [N + 1], ascending from 0; group n owns sequences[starts[n]:starts[n+1]]
+    sequences: Tensor  # int32 [M] indices into the step's sequences
+    num_pages: Tensor  # int32 [N] page ids from column 0 on that are the same in the group, all of them full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """One step's S sequences over T flat tokens, on the device of the page pool. Build it once a step.
 
@@ -17,6 +29,7 @@ class AttentionMetadata:
     context_lens: Tensor  # int32 [S] tokens visible to the sequence's last token of this step, itself included
     page_tables: Tensor  # int32 [S, P] page ids; columns past ceil(context_len / page_size) are never read
     max_query_len: int  # longest query of the step; 1 = decodes only
+    groups: PrefixGroups | None = None  # how to compute, never what: results differ in rounding at most
 
     @property
     def num_sequences(self) -> int:

@@ -6,10 +6,10 @@ from torch import Tensor
 from nightmill_kernels.backend import library_for
 from nightmill_kernels.cpu.library import DTYPES, AttentionCall
 from nightmill_kernels.layout import heads_dense, pages_dense
-from nightmill_kernels.metadata import AttentionMetadata
+from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
 from nightmill_kernels.reference import paged_attention as reference
 
-__all__ = ["AttentionMetadata", "paged_attention"]
+__all__ = ["AttentionMetadata", "PrefixGroups", "paged_attention"]
 
 
 def paged_attention(
@@ -27,7 +27,8 @@ def paged_attention(
 
     Call `store_kv` first: a token sees itself. `window` w: the token at position p sees p-w+1..p. `softcap` c: scores
     become c·tanh(score/c). Rows that see nothing and padding give 0. Slots outside a sequence's context, the null page
-    among them, may hold anything, NaN included. `out` may be given (rows contiguous) and is returned.
+    among them, may hold anything, NaN included. `out` may be given (rows contiguous) and is returned. `meta.groups`
+    changes the speed, in the C library not a bit of the result; a windowed call ignores them.
     Raises ValueError for a layout it cannot take.
     """
     _check(q, k_pool, v_pool, meta, scale, window, softcap)
@@ -54,6 +55,7 @@ def _call(
     out: Tensor,
 ) -> AttentionCall:
     num_pages, kv_heads, page_size, head_dim = k_pool.shape
+    groups = meta.groups
     return AttentionCall(
         q=q.data_ptr(),
         k_pool=k_pool.data_ptr(),
@@ -62,6 +64,9 @@ def _call(
         query_starts=meta.query_starts.data_ptr(),
         context_lens=meta.context_lens.data_ptr(),
         page_tables=meta.page_tables.data_ptr(),
+        group_starts=None if groups is None else groups.starts.data_ptr(),
+        group_members=None if groups is None else groups.sequences.data_ptr(),
+        group_pages=None if groups is None else groups.num_pages.data_ptr(),
         q_stride=q.stride(0),
         out_stride=out.stride(0),
         pool_stride=k_pool.stride(0),
@@ -76,6 +81,8 @@ def _call(
         dtype=DTYPES[q.dtype],
         window=window or 0,
         threads=torch.get_num_threads(),
+        num_groups=0 if groups is None else groups.num_pages.shape[0],
+        num_members=0 if groups is None else groups.sequences.shape[0],
         scale=scale,
         softcap=softcap or 0.0,
     )
@@ -114,6 +121,10 @@ def _check(
             f"query_starts {tuple(meta.query_starts.shape)} and page_tables {tuple(meta.page_tables.shape)} "
             f"must be [{sequences + 1}] and [{sequences}, P]"
         )
-    for tensor in (meta.query_starts, meta.context_lens, meta.page_tables):
+    groups = meta.groups
+    if groups is not None and groups.starts.shape[0] != groups.num_pages.shape[0] + 1:
+        raise ValueError(f"{groups.num_pages.shape[0]} prefix groups need one start more, not {groups.starts.shape[0]}")
+    of_groups = () if groups is None else (groups.starts, groups.sequences, groups.num_pages)
+    for tensor in (meta.query_starts, meta.context_lens, meta.page_tables, *of_groups):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise ValueError(f"attention metadata must be contiguous int32, not {tensor.dtype} {tensor.stride()}")

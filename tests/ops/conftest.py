@@ -1,6 +1,6 @@
 """Attention cases with poisoned memory, and an oracle in fp64 that shares no code with what it judges."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -56,16 +56,19 @@ def build_case(
     softcap: float | None = None,
     unowned: int = 0,
     seed: int = 0,
+    shared: Sequence[tuple[list[int], int]] = (),
 ) -> AttentionCase:
     """Random sequences in a pool of which every slot that is not theirs holds NaN, page 0 and the tails of pages too.
 
-    Contents depend on the seed and on a sequence's number alone, not on its page size or its batch mates.
+    Contents depend on the seed and on a sequence's number alone, not on its page size or its batch mates. `shared`:
+    sequences, and how many of their first pages are those of the first of them; the metadata does not say so.
     """
     pages = [-(-context // page_size) for context in context_lens]
     shuffled = torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(seed + page_size)) + 1
     pool_shape = (len(shuffled) + 1, kv_heads, page_size, head_dim)
     k_pool, v_pool = torch.full(pool_shape, NAN, dtype=dtype), torch.full(pool_shape, NAN, dtype=dtype)
     tables = torch.zeros(len(pages), max(pages, default=0) + 2, dtype=torch.int32)
+    leaders = {s: (members[0], count) for members, count in shared for s in members[1:]}
     keys, values, queries, used = [], [], [], 0
     for s, (length, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         generator = torch.Generator().manual_seed(1000 * seed + s)
@@ -74,6 +77,10 @@ def build_case(
         queries.append(_queries(length, context, group * kv_heads, head_dim, seed, s).to(dtype))
         own = shuffled[used : used + pages[s]]
         used += pages[s]
+        if s in leaders:
+            leader, count = leaders[s]
+            own = torch.cat((tables[leader, :count].long(), own[count:]))
+            k[: count * page_size] = torch.stack((keys[leader], values[leader]), 1)[: count * page_size]
         tables[s, : len(own)] = own
         position = torch.arange(context)
         page, offset = own[position // page_size], position % page_size

@@ -94,9 +94,21 @@ static void expect(int got, const char *what) {
   }
 }
 
+// Gives the decodes with at least `shared` full pages those of the first of them; returns how many there are.
+static int groups_of(int sequences, const int32_t *starts, const int32_t *contexts, int32_t *tables, int width,
+                     int page_size, int shared, int32_t *members) {
+  int count = 0;
+  for (int s = 0; s < sequences; s++) {
+    if (starts[s + 1] - starts[s] != 1 || contexts[s] < shared * page_size) continue;
+    memmove(tables + s * width, tables + (count ? members[0] : s) * width, sizeof(int32_t) * (size_t)shared);
+    members[count++] = s;
+  }
+  return count;
+}
+
 static void attention(int dtype) {
   static const int dims[] = {16, 64, 80, 96, 128, 256};
-  const int sequences = (int)random_below(4), dim = dims[random_below(6)], kv_heads = (int)between(1, 2);
+  const int sequences = (int)random_below(9), dim = dims[random_below(6)], kv_heads = (int)between(1, 2);
   const int group = (int)between(1, 9), page_size = random_below(2) ? 16 : (int)between(1, 40);
   const int width = 800 / page_size + 1;
   int32_t *starts = give(sizeof(int32_t) * (size_t)(sequences + 1));
@@ -112,12 +124,22 @@ static void attention(int dtype) {
     for (int p = 0; p < width; p++)
       tables[s * width + p] = p * page_size < contexts[s] ? (int32_t)random_below((uint32_t)pages) : 1 << 30;
   }
+  const int shared = (int)random_below(random_below(2) ? (uint32_t)width : 6u);
+  int32_t *group_starts = give(sizeof(int32_t) * 3), *group_pages = give(sizeof(int32_t) * 2);
+  int32_t *members = give(sizeof(int32_t) * (size_t)sequences);
+  const int num_members = groups_of(sequences, starts, contexts, tables, width, page_size, shared, members);
+  group_starts[0] = 0;
+  group_starts[1] = num_members / 2;
+  group_starts[2] = num_members;
+  group_pages[0] = group_pages[1] = shared;
   const int64_t tokens = starts[sequences] + random_below(3), heads = kv_heads * group;
   const int64_t pool = (int64_t)pages * kv_heads * page_size * dim;
   struct nm_attention call = {
       .q = numbers(tokens * heads * dim, dtype, 0), .k_pool = numbers(pool, dtype, 0),
       .v_pool = numbers(pool, dtype, 0), .out = numbers(tokens * heads * dim, dtype, 1),
-      .query_starts = starts, .context_lens = contexts, .page_tables = tables, .q_stride = heads * dim,
+      .query_starts = starts, .context_lens = contexts, .page_tables = tables, .group_starts = group_starts,
+      .group_members = members, .group_pages = group_pages, .num_groups = 2, .num_members = num_members,
+      .q_stride = heads * dim,
       .out_stride = heads * dim, .pool_stride = (int64_t)kv_heads * page_size * dim, .num_tokens = tokens,
       .num_pages = pages, .num_sequences = sequences, .table_width = width, .heads = (int32_t)heads,
       .kv_heads = kv_heads, .head_dim = dim, .page_size = page_size, .dtype = dtype,

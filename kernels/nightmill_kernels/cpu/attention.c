@@ -8,10 +8,11 @@
 // Blocks and segments lie at fixed positions of the sequence, and a row's sums run over them in order: running softmax
 // within a segment, then the segments' partial results are merged one by one. So a row's result is a function of its
 // query, its position and the keys it sees: the same bits whatever chunk, batch, page size or thread it is computed in.
-// A segment may be computed anywhere, which is how one long context is spread over cores.
+// A segment may be computed anywhere, which is how one long context is spread over cores. Decodes whose first pages are
+// the same have those blocks computed together, see groups.h.
 #include <stdlib.h>
 
-#include "tile.h"
+#include "groups.h"
 
 enum {
   SPLIT_FACTOR = 4,        // fewer tiles than this many per thread: spread segments
@@ -30,15 +31,15 @@ struct work {
   struct tile *tiles;
   struct part *parts;
   float *partials;
-  int64_t num_tiles, num_parts, num_floats;
+  struct group *groups;
+  struct place *places;
+  struct tile *group_tiles;
+  float *states;
+  int64_t num_tiles, num_parts, num_floats, num_group_tiles;
 };
 
 static int num_segments(const struct tile *tile) {
   return tile->high <= tile->low ? 0 : (tile->high - 1) / SEGMENT - tile->low / SEGMENT + 1;
-}
-
-static struct sums sums_at(float *at, int rows, int dim) {
-  return (struct sums){at, at + (int64_t)rows * dim, at + (int64_t)rows * (dim + 1)};
 }
 
 static void run_part(const struct work *work, const struct part *part) {
@@ -54,8 +55,12 @@ static void run_part(const struct work *work, const struct part *part) {
   }
   const struct sums total = {s->acc[0], s->m[0], s->l[0]}, next = {s->acc[1], s->m[1], s->l[1]};
   const int begin = tile->low / SEGMENT, end = begin + num_segments(tile);
-  segment_of(call, tile, s, total, begin);
-  for (int segment = begin + 1; segment < end; segment++) {
+  int segment = begin + 1;
+  if (tile->resume > 0)
+    segment = resume(call, tile, s, work->states);
+  else
+    segment_of(call, tile, s, total, begin);
+  for (; segment < end; segment++) {
     segment_of(call, tile, s, next, segment);
     merge(total, next, rows, dim);
   }
@@ -68,9 +73,18 @@ static void run_parts(int64_t first, int64_t last, void *data) {
     if (i + 1 < last) {
       const struct part *next = work->parts + i + 1;
       const struct tile *tile = work->tiles + next->tile;
-      prefetch(work->call, tile, next->segment == ALL_SEGMENTS ? tile->low / KEYS * KEYS : next->segment * SEGMENT);
+      const int first = larger(tile->resume, tile->low / KEYS * KEYS);
+      prefetch(work->call, tile, next->segment == ALL_SEGMENTS ? first : next->segment * SEGMENT);
     }
     run_part(work, work->parts + i);
+  }
+}
+
+static void run_groups(int64_t first, int64_t last, void *data) {
+  const struct work *work = data;
+  for (int64_t i = first; i < last; i++) {
+    const struct tile *tile = work->group_tiles + i;
+    run_group(work->call, tile, work->groups + tile->first_part, work->states);
   }
 }
 
@@ -118,7 +132,8 @@ static int64_t tiles_of(const struct nm_attention *c, int s, int kv_head, int ti
     // The longest first: a long tile that starts last keeps everyone waiting.
     const int first = (int)(count - 1 - i) * tile_queries, n = smaller(tile_queries, length - first);
     const int high = larger(past + first + n, 0), low = c->window > 0 ? larger(past + first + 1 - c->window, 0) : 0;
-    out[i] = (struct tile){s, kv_head, first, n, smaller(low, high), high, 0};
+    out[i] = (struct tile){.sequence = s, .kv_head = kv_head, .first = first, .count = n, .low = smaller(low, high),
+                           .high = high};
   }
   return count;
 }
@@ -142,7 +157,7 @@ static int64_t list_parts(struct work *work, int split, struct part *out) {
     struct tile *tile = work->tiles + i;
     const int segments = num_segments(tile), begin = tile->low / SEGMENT;
     tile->first_part = count;
-    if (!split || segments < 2) {
+    if (!split || segments < 2 || tile->resume > 0) {
       if (out) out[count] = (struct part){i, ALL_SEGMENTS, 0};
       count++;
       continue;
@@ -162,6 +177,31 @@ static void clear_unowned(const struct nm_attention *c) {
     memset((char *)c->out + t * c->out_stride * size, 0, (size_t)((int64_t)c->heads * c->head_dim * size));
 }
 
+// The groups' tiles, and where the decodes of groups go on from.
+static int plan_groups(struct work *work) {
+  const struct nm_attention *call = work->call;
+  if (num_groups(call) == 0) return NM_OK;
+  work->groups = malloc(sizeof(struct group) * (size_t)call->num_groups);
+  work->places = malloc(sizeof(struct place) * (size_t)larger(1, call->num_sequences));
+  if (!work->groups || !work->places) return NM_NO_MEMORY;
+  const int64_t floats = list_groups(call, work->groups, work->places);
+  if (floats < 0) return NM_BAD_GROUP;
+  work->num_group_tiles = list_group_tiles(call, work->groups, NULL);
+  if (work->num_group_tiles == 0) return NM_OK;
+  work->states = malloc(sizeof(float) * (size_t)floats);
+  work->group_tiles = malloc(sizeof(struct tile) * (size_t)work->num_group_tiles);
+  if (!work->states || !work->group_tiles) return NM_NO_MEMORY;
+  list_group_tiles(call, work->groups, work->group_tiles);
+  for (int64_t i = 0; i < work->num_tiles; i++) {
+    struct tile *tile = work->tiles + i;
+    const struct place place = work->places[tile->sequence];
+    if (place.group < 0) continue;
+    tile->resume = work->groups[place.group].keys;
+    tile->state = state_of(work->groups + place.group, tile->kv_head, place.index);
+  }
+  return NM_OK;
+}
+
 int nm_paged_attention(const struct nm_attention *call) {
   const int status = check(call);
   if (status != NM_OK) return status;
@@ -173,6 +213,9 @@ int nm_paged_attention(const struct nm_attention *call) {
   work.tiles = malloc(sizeof(struct tile) * (size_t)work.num_tiles);
   if (!work.tiles) goto done;
   list_tiles(call, work.tiles);
+  result = plan_groups(&work);
+  if (result != NM_OK) goto done;
+  result = NM_NO_MEMORY;
   int split = call->threads > 1 && work.num_tiles < (int64_t)SPLIT_FACTOR * call->threads;
   work.num_parts = list_parts(&work, split, NULL);
   if (work.num_floats > MAX_PARTIALS) work.num_parts = list_parts(&work, split = 0, NULL);
@@ -183,12 +226,17 @@ int nm_paged_attention(const struct nm_attention *call) {
     work.partials = malloc(sizeof(float) * (size_t)work.num_floats);
     if (!work.partials) goto done;
   }
+  nm_for(work.num_group_tiles, 1, call->threads, run_groups, &work);
   // A few at a time where there are many: then the next one's first keys are on their way while one is computed.
   const int64_t plenty = work.num_parts / (8 * larger(1, call->threads));
   nm_for(work.num_parts, plenty < 4 ? plenty : 4, call->threads, run_parts, &work);
   if (work.partials) nm_for(work.num_tiles, 1, call->threads, merge_tiles, &work);
   result = NM_OK;
 done:
+  free(work.states);
+  free(work.group_tiles);
+  free(work.places);
+  free(work.groups);
   free(work.partials);
   free(work.parts);
   free(work.tiles);

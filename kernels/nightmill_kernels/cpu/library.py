@@ -6,7 +6,7 @@ import torch
 
 from nightmill_kernels.cpu import loader, openmp
 
-ABI = 1
+ABI = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -17,6 +17,7 @@ _MESSAGES = {
     4: "a page table holds a page id outside the pool",
     5: "a slot lies outside the pool",
     6: "a position lies outside the cos_sin table",
+    8: "a prefix group's sequences must be decodes, in no other group, whose first pages are the same",
 }
 
 
@@ -31,6 +32,9 @@ class AttentionCall(Structure):
         ("query_starts", c_void_p),
         ("context_lens", c_void_p),
         ("page_tables", c_void_p),
+        ("group_starts", c_void_p),
+        ("group_members", c_void_p),
+        ("group_pages", c_void_p),
         ("q_stride", c_int64),
         ("out_stride", c_int64),
         ("pool_stride", c_int64),
@@ -45,6 +49,8 @@ class AttentionCall(Structure):
         ("dtype", c_int32),
         ("window", c_int32),
         ("threads", c_int32),
+        ("num_groups", c_int32),
+        ("num_members", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
     )

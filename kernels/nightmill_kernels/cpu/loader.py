@@ -15,7 +15,7 @@ from nightmill_kernels.cpu.isa import ISA_FLAGS
 
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("parallel.c", "pointwise.c", "attention.c")
-HEADERS = ("nightmill.h", "vec.h", "product.h", "tile.h")
+HEADERS = ("nightmill.h", "vec.h", "product.h", "tile.h", "groups.h")
 FLAGS = (
     "-std=gnu11",
     "-O2",

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 1
+#define NM_ABI 2
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -24,6 +24,7 @@ enum nm_status {
   NM_BAD_SLOT = 5,        // a slot outside the pool
   NM_BAD_POSITION = 6,    // a position outside the cos_sin table
   NM_NO_MEMORY = 7,
+  NM_BAD_GROUP = 8,       // a group's sequences do not share its pages, or one is in two groups, or is no decode
 };
 
 // Runs fn(data) on each of num_threads threads at once and waits: the signature of libgomp's GOMP_parallel.
@@ -39,12 +40,16 @@ struct nm_attention {
   const int32_t *query_starts;  // [S + 1]
   const int32_t *context_lens;  // [S]
   const int32_t *page_tables;   // [S, table_width]
+  const int32_t *group_starts;  // [num_groups + 1]
+  const int32_t *group_members; // [num_members] sequences, all with one query token
+  const int32_t *group_pages;   // [num_groups]: the first so many page ids of its members' tables are the same
   int64_t q_stride, out_stride, pool_stride;
   int64_t num_tokens, num_pages;
   int32_t num_sequences, table_width, heads, kv_heads, head_dim, page_size;
   int32_t dtype;                // of q, pools and out
   int32_t window;               // 0: none
   int32_t threads;
+  int32_t num_groups, num_members;
   float scale;
   float softcap;                // 0: none
 };

@@ -16,6 +16,9 @@ struct tile {
   int32_t sequence, kv_head, first, count;  // queries [first, first + count) of the sequence
   int32_t low, high;                        // keys [low, high) are visible to some of its rows
   int64_t first_part;                       // its parts lie one after the other
+  const int32_t *members;                   // NULL, or the `count` sequences of a group: a query each, keys all see
+  int32_t resume;                           // keys [0, resume) are summed up already: `state` says to what; 0: none
+  int64_t state;                            // in floats; a group's tile: its first member's
 };
 
 struct sums {  // a tile's running softmax
@@ -232,6 +235,17 @@ static int query_start(const struct nm_attention *call, const struct tile *tile)
   return call->query_starts[tile->sequence] + tile->first;
 }
 
+// Where a tile's row stands among the tokens, and the keys [0, high) it sees.
+static int64_t query_at(const struct nm_attention *call, const struct tile *tile, int i, int *high) {
+  if (tile->members) {
+    *high = tile->high;
+    return call->query_starts[tile->members[i]];
+  }
+  const int length = call->query_starts[tile->sequence + 1] - call->query_starts[tile->sequence];
+  *high = larger(call->context_lens[tile->sequence] - length + tile->first + i + 1, 0);
+  return query_start(call, tile) + i;
+}
+
 static void emit(const struct nm_attention *call, const struct tile *tile, struct sums sums) {
   const int group = call->heads / call->kv_heads, dim = call->head_dim, bf16 = call->dtype == NM_BF16;
   const int64_t size = bf16 ? 2 : 4;
@@ -248,16 +262,15 @@ static void emit(const struct nm_attention *call, const struct tile *tile, struc
 static void load_queries(const struct nm_attention *call, const struct tile *tile, struct scratch *s) {
   const int group = call->heads / call->kv_heads, dim = call->head_dim, bf16 = call->dtype == NM_BF16;
   const int64_t size = bf16 ? 2 : 4;
-  const int length = call->query_starts[tile->sequence + 1] - call->query_starts[tile->sequence];
   for (int i = 0; i < tile->count; i++) {
-    const int64_t token = query_start(call, tile) + i;
+    int high;
+    const int64_t token = query_at(call, tile, i, &high);
     const char *q = (const char *)call->q + (token * call->q_stride + (int64_t)tile->kv_head * group * dim) * size;
     unit *to = s->q + (int64_t)i * group * (HAVE_PAIR && bf16 ? dim / 2 : dim);
     if (HAVE_PAIR && bf16)
       memcpy(to, q, (size_t)(group * dim) * 2);
     else
       for (int c = 0; c < group * dim; c += VW) store(to, c, load(q, c, bf16), 0);
-    const int high = larger(call->context_lens[tile->sequence] - length + tile->first + i + 1, 0);
     for (int r = i * group; r < (i + 1) * group; r++) {
       s->high[r] = high;
       s->low[r] = call->window > 0 ? larger(high - call->window, 0) : 0;
@@ -265,13 +278,18 @@ static void load_queries(const struct nm_attention *call, const struct tile *til
   }
 }
 
+// Adds what is left of a segment from key `first` on, the begin of a block.
+static void rest_of_segment(const struct nm_attention *call, const struct tile *tile, struct scratch *s,
+                            struct sums sums, int first) {
+  const int rows = tile->count * (call->heads / call->kv_heads);
+  const int last = smaller((first / SEGMENT + 1) * SEGMENT, tile->high);
+  for (int block = first; block < last; block += KEYS) block_of(call, tile, s, sums, rows, block);
+}
+
 static void segment_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
                        int segment) {
-  const int rows = tile->count * (call->heads / call->kv_heads);
-  const int first = larger(segment * SEGMENT, tile->low / KEYS * KEYS);
-  const int last = smaller((segment + 1) * SEGMENT, tile->high);
-  clear(sums, rows, call->head_dim);
-  for (int block = first; block < last; block += KEYS) block_of(call, tile, s, sums, rows, block);
+  clear(sums, tile->count * (call->heads / call->kv_heads), call->head_dim);
+  rest_of_segment(call, tile, s, sums, larger(segment * SEGMENT, tile->low / KEYS * KEYS));
 }
 
 #endif
