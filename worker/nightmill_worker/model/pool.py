@@ -83,7 +83,8 @@ def plan_host_pages(shape: PoolShape, options: EngineOptions) -> int:
 
 def zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that cost neither time nor memory until a page is written: torch.zeros would touch all of it at start."""
-    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
+    # Private: shared anonymous memory gets no huge pages.
+    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -13,6 +13,7 @@ from nightmill.records import EngineOptions, ModelSpec
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
+from nightmill_worker.model.config_reader import read_config
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
@@ -44,7 +45,7 @@ class ModelRunnerConfig:
             )
         if self.options.num_threads is not None:
             torch.set_num_threads(self.options.num_threads)
-        config = ModelConfig.from_directory(self.model_dir)
+        config = read_config(self.model_dir)
         dtype = resolve_dtype(self.spec.dtype, config)
         max_model_len = config.resolve_max_model_len(self.spec.max_model_len)
         shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
