@@ -12,7 +12,7 @@ from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 from nightmill_worker.engine.drill import Drill
 from nightmill_worker.engine.fake import FakeRunnerConfig
-from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine.options import LoopOptions, PreemptionMode
 from nightmill_worker.engine.request import Request
 
 VOCAB = 500
@@ -65,15 +65,24 @@ def test_same_tokens_whatever_runs_them(rng, page_size, chunk, max_num_seqs, cac
 
 
 @settings(max_examples=settings.default.max_examples // 3)
-@given(rng=st.randoms(use_true_random=False), page_size=st.sampled_from([4, 16]))
-def test_same_tokens_under_any_preemption_schedule(rng, page_size):
+@given(
+    rng=st.randoms(use_true_random=False),
+    page_size=st.sampled_from([4, 16]),
+    host_tokens=st.sampled_from([0, 100, 999]),
+)
+def test_same_tokens_under_any_preemption_schedule(rng, page_size, host_tokens):
     drill = Drill(
-        FakeRunnerConfig(num_pages=1 + 2000 // page_size, page_size=page_size, vocab_size=VOCAB),
+        FakeRunnerConfig(
+            num_pages=1 + 2000 // page_size,
+            page_size=page_size,
+            vocab_size=VOCAB,
+            num_host_pages=host_tokens // page_size,
+        ),
         LoopOptions(max_num_seqs=5, max_num_batched_tokens=40, max_model_len=128, max_prefill_chunk=17),
     )
     drill.add(*requests(rng, 8))
     for _ in range(150):
         drill.step()
         if rng.random() < 0.5:
-            drill.preempt(rng.randrange(8))
+            drill.preempt(rng.randrange(8), rng.choice([PreemptionMode.SWAP, PreemptionMode.RECOMPUTE]))
     drill.drain()

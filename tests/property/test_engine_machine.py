@@ -1,6 +1,6 @@
 """Random operations on the engine over the fake model; after each, all invariants hold (see engine/drill.py).
 
-Covered here: I1 to I12, I14, I15, I17 of the design. Three planted bugs show that the machine can fail.
+Covered here: I1 to I12, I14, I15, I17, I18 of the design. Planted bugs show that the machine can fail.
 """
 
 from typing import Any
@@ -13,13 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from nightmill.errors import EngineError
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
-from nightmill_worker.engine.drill import Drill
+from nightmill_worker.engine.audit import audit_loop
+from nightmill_worker.engine.drill import Drill, WatchedRunner
 from nightmill_worker.engine.fake import FakeRunnerConfig
 from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine.options import LoopOptions, PreemptionMode
 from nightmill_worker.engine.request import FinishReason, Request
 from nightmill_worker.engine.residency import Match, Residency
 from nightmill_worker.engine.sequence import Sequence
+from nightmill_worker.engine.swap import OwnPages, Swap
 
 VOCAB = 30
 MAX_MODEL_LEN = 72
@@ -65,7 +67,11 @@ def loop_options(draw: Any) -> LoopOptions:
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         max_prefill_chunk=draw(st.sampled_from([None, None, 1, 3, 4, 5])),
         policy=draw(st.sampled_from(["continuous", "continuous", "continuous", "static"])),
+        preemption=draw(st.sampled_from(MODES)),
     )
+
+
+MODES = (PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)  # AUTO follows a clock
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -74,10 +80,19 @@ class EngineMachine(RuleBasedStateMachine):
     drill: Drill
     steps_run = 0  # over all machines, for the report of the long run
 
-    @initialize(options=loop_options(), page_size=st.sampled_from([1, 2, 4, 7]), tokens=st.sampled_from([48, 80, 400]))
-    def build(self, options: LoopOptions, page_size: int, tokens: int) -> None:
+    @initialize(
+        options=loop_options(),
+        page_size=st.sampled_from([1, 2, 4, 7]),
+        tokens=st.sampled_from([48, 80, 400]),
+        host_tokens=st.sampled_from([0, 30, 400]),
+    )
+    def build(self, options: LoopOptions, page_size: int, tokens: int, host_tokens: int) -> None:
         config = FakeRunnerConfig(
-            num_pages=1 + tokens // page_size, page_size=page_size, vocab_size=VOCAB, fail_token=FAIL_TOKEN
+            num_pages=1 + tokens // page_size,
+            page_size=page_size,
+            vocab_size=VOCAB,
+            fail_token=FAIL_TOKEN,
+            num_host_pages=host_tokens // page_size,
         )
         self.drill = Drill(config, options, letters)
         self.next_id = 0
@@ -121,9 +136,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.drill.step()
 
     @precondition(lambda self: self.next_id)
-    @rule(back=st.integers(0, 8))
-    def preempt(self, back: int) -> None:
-        self.drill.preempt(max(1, self.next_id - back))
+    @rule(back=st.integers(0, 8), mode=st.sampled_from(MODES))
+    def preempt(self, back: int, mode: PreemptionMode) -> None:
+        self.drill.preempt(max(1, self.next_id - back), mode)
+
+    @rule(mode=st.sampled_from(MODES), cancelled=st.sets(st.integers(0, 5), max_size=2))
+    def preempt_all(self, mode: PreemptionMode, cancelled: set[int]) -> None:
+        off = [request_id for request_id in range(1, self.next_id + 1) if self.drill.preempt(request_id, mode)]
+        self.drill.cancel(*(off[i] for i in cancelled if i < len(off)))
+
+    @rule(count=st.integers(1, 30))
+    def evict(self, count: int) -> None:
+        """As if somebody had needed the pages."""
+        loop = self.drill.loop
+        if loop.index is not None:
+            loop.index.evict(min(count, loop.pool.num_cached))
+            audit_loop(loop)
 
     @rule()
     def drain(self) -> None:
@@ -188,7 +216,57 @@ def stale_match(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "match", stale)
 
 
-@pytest.mark.parametrize("plant", [leak_on_abort, publish_before_compute, stale_match])
+def restore_to_the_wrong_page(patch: pytest.MonkeyPatch) -> None:
+    """Of two pages restored, each gets the other's content."""
+    swap_in = WatchedRunner.swap_in
+
+    def twisted(self: WatchedRunner, host_pages: Any, pages: Any) -> None:
+        swap_in(self, host_pages, pages[::-1].copy())
+
+    patch.setattr(WatchedRunner, "swap_in", twisted)
+
+
+def forget_the_lost_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Shared pages that were given up with the swap, and lost since, are taken for computed."""
+    restore = Swap.restore
+
+    def forgetful(self: Swap, sequence: Sequence) -> None:
+        restore(self, sequence)
+        row = sequence.row
+        if self._table.hole_end[row]:
+            self._table.num_computed[row] = self._table.hole_to[row]
+            self._table.hole_end[row] = self._table.hole_to[row] = 0
+
+    patch.setattr(Swap, "restore", forgetful)
+
+
+def swap_shared_pages(patch: pytest.MonkeyPatch) -> None:
+    """Pages that others hold are copied too."""
+
+    def greedy(self: Swap, row: int) -> OwnPages:
+        num_computed = int(self._table.hole_to[row] or self._table.num_computed[row])
+        return OwnPages(0, -(-num_computed // self._table.page_size), num_computed)
+
+    patch.setattr(Swap, "own_pages", greedy)
+
+
+def keep_host_pages_of_the_cancelled(patch: pytest.MonkeyPatch) -> None:
+    """A swapped sequence that is cancelled leaves its host pages behind."""
+    patch.setattr(Swap, "drop", lambda self, sequence: None)
+
+
+PLANTS = (
+    leak_on_abort,
+    publish_before_compute,
+    stale_match,
+    restore_to_the_wrong_page,
+    forget_the_lost_prefix,
+    swap_shared_pages,
+    keep_host_pages_of_the_cancelled,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bug_is_caught(plant: Any, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     hunt = settings(max_examples=400, stateful_step_count=30, phases=[Phase.generate], print_blob=False)

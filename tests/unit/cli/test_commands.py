@@ -16,6 +16,7 @@ from tests.integration.fake_model import make_tokenizer
 
 from nightmill.cli.main import COMMANDS, cli
 from nightmill.errors import ExitCode
+from nightmill_worker.cli.run_options import SwapSpace
 
 
 @pytest.fixture(scope="module")
@@ -232,12 +233,20 @@ def test_a_flag_that_does_nothing_yet_is_refused(flag: str) -> None:
         (["--system-prompt", "@/nowhere.txt"], "/nowhere.txt"),
         (["--expires-in", "soon"], "not a duration"),
         (["--kv-cache-memory-bytes", "lots"], "not a size"),
+        (["--swap-space", "-1"], "not a size"),
     ],
 )
 def test_bad_values_are_usage_errors_with_the_reason(flags: list[str], words: str) -> None:
     result = CliRunner().invoke(cli, ["run", "in", "-o", "out", "--model", "demo", *flags])
     assert result.exit_code == ExitCode.USAGE
     assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("0.0", 0), ("4", 4 << 30), ("0.5", 1 << 29), ("512M", 512 << 20), ("2GiB", 2 << 30)]
+)
+def test_swap_space_is_in_gib_unless_it_says(text: str, size: int) -> None:
+    assert SwapSpace().convert(text, None, None) == size
 
 
 def test_a_model_that_does_not_exist_is_exit_3(tmp_path: Path) -> None:

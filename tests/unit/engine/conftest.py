@@ -56,10 +56,15 @@ def make_drill() -> Callable[..., Drill]:
         page_size: int = 16,
         vocab_size: int = 1000,
         fail_token: int | None = None,
+        num_host_pages: int = 0,
         **options: Any,
     ) -> Drill:
         config = FakeRunnerConfig(
-            num_pages=num_pages, page_size=page_size, vocab_size=vocab_size, fail_token=fail_token
+            num_pages=num_pages,
+            page_size=page_size,
+            vocab_size=vocab_size,
+            fail_token=fail_token,
+            num_host_pages=num_host_pages,
         )
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512, **options}
         return Drill(config, LoopOptions(**options), _letters)

@@ -62,7 +62,7 @@ def test_higher_tier_is_admitted_first(make_drill, make_request):
 
 def test_nobody_of_a_lower_tier_takes_pages_that_a_higher_one_waits_for(make_drill, make_request):
     drill = make_drill(num_pages=11, page_size=4, max_num_seqs=4)
-    drill.add(make_request(1, 16, max_tokens=8))
+    drill.add(make_request(1, 16, max_tokens=8, tier=Tier.HIGH))
     drill.step()
     drill.add(make_request(2, 24, max_tokens=4, tier=Tier.HIGH), make_request(3, 2, max_tokens=2, tier=Tier.LOW))
     while 1 not in drill.answers:

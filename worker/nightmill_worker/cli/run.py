@@ -120,6 +120,7 @@ def _read_flags(
         max_num_batched_tokens=flags["max_num_batched_tokens"],
         enable_prefix_caching=flags["enable_prefix_caching"],
         pool_bytes=flags["kv_cache_memory_bytes"],
+        swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],
     )
     return spec, options, engine

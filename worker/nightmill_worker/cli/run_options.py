@@ -37,6 +37,19 @@ class ByteSize(click.ParamType[int]):
         return int(float(match[1]) * _BYTES[match[2]])
 
 
+class SwapSpace(ByteSize):
+    """As ByteSize, but a bare number is GiB, as in vLLM, and 0 is none."""
+
+    name = "swap space"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse."""
+        text = str(value).strip()
+        if re.fullmatch(r"0+(?:\.0+)?", text):
+            return 0
+        return super().convert(f"{text}G" if re.fullmatch(r"[\d.]+", text) else text, param, ctx)
+
+
 _positive = click.IntRange(1)
 
 input_options = section(
@@ -119,6 +132,12 @@ engine_options = section(
         help="Compute a prefix that rows have in common once.",
     ),
     click.option("--kv-cache-memory-bytes", type=ByteSize(), metavar="SIZE", help="KV page pool: 512M, 4G."),
+    click.option(
+        "--swap-space",
+        type=SwapSpace(),
+        metavar="SIZE",
+        help="For KV of rows that had to give way: 512M, or GiB; 0: compute it again.  [default: a fourth of the pool]",
+    ),
     click.option("--num-threads", type=_positive, help="CPU threads of the engine.  [default: all cores]"),
     click.option("--in-process", is_flag=True, hidden=True),
 )

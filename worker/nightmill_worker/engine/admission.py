@@ -35,6 +35,10 @@ class AdmissionGate(Protocol):
         """A sequence is taken off because the pool has run out."""
         ...
 
+    def on_tier_preemption(self) -> None:
+        """A sequence has been taken off in the midst of the admissions of a step, to make room."""
+        ...
+
     def on_end(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended; `generated` is its answer."""
         ...
@@ -50,6 +54,9 @@ class _StatelessGate:
         """See AdmissionGate."""
 
     def on_memory_preemption(self) -> None:
+        """See AdmissionGate."""
+
+    def on_tier_preemption(self) -> None:
         """See AdmissionGate."""
 
     def on_end(self, sequence: Sequence, reason: FinishReason) -> None:

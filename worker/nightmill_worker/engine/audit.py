@@ -82,7 +82,34 @@ def audit_loop(loop: EngineLoop) -> None:
         (table.num_computed[rows] <= table.num_pages[rows] * pool.page_size).all(), "pages cover what is computed (I7)"
     )
     _require(len(rows) <= loop.options.max_num_seqs, "max_num_seqs holds (I8)")
+    _audit_holes(loop)
+    _audit_host(loop)
     _audit_index(loop)
+
+
+def _audit_holes(loop: EngineLoop) -> None:
+    table, rows = loop.table, loop.table.rows()
+    rows = rows[table.hole_end[rows] > 0]
+    _require((table.num_computed[rows] < table.hole_end[rows]).all(), "a hole ends after what is computed (I7)")
+    _require((table.hole_end[rows] <= table.hole_to[rows]).all(), "what was restored lies behind the hole")
+    _require((table.hole_to[rows] < table.num_tokens[rows]).all(), "a restored sequence has a token to compute (I7)")
+    _require((table.hole_end[rows] % table.page_size == 0).all(), "a hole ends with a page")
+
+
+def _audit_host(loop: EngineLoop) -> None:
+    if loop.swap is None:
+        return
+    saved = loop.swap.all_saved()
+    pages = [page for item in saved.values() for page in item.host_pages.tolist()]
+    _require(len(set(pages)) == len(pages), "no host page holds two things (I1)")
+    _require(sorted(pages) == loop.swap.host.used_pages().tolist(), "host pages in use are those of the swapped (I1)")
+    off_table = (SequenceState.WAITING, SequenceState.PARKED)
+    _require(all(sequence.state in off_table for sequence in saved), "a swapped sequence waits")
+    size = loop.pool.page_size
+    _require(
+        all(item.first + len(item.host_pages) == -(-item.num_computed // size) for item in saved.values()),
+        "host pages end where a swapped sequence's KV ends",
+    )
 
 
 def _audit_index(loop: EngineLoop) -> None:

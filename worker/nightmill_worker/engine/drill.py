@@ -9,7 +9,7 @@ from nightmill.errors import EngineError
 from nightmill_worker.engine.audit import audit_loop
 from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig, expected_tokens
 from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine.options import LoopOptions, PreemptionMode
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.engine.stop import Detokenize
@@ -42,9 +42,9 @@ class Drill:
         self.loop.cancel(request_ids)
         audit_loop(self.loop)
 
-    def preempt(self, request_id: int) -> bool:
+    def preempt(self, request_id: int, mode: PreemptionMode | None = None) -> bool:
         """Take a running request off."""
-        was_running = self.loop.preempt(request_id)
+        was_running = self.loop.preempt(request_id, mode)
         audit_loop(self.loop)
         return was_running
 
@@ -73,6 +73,8 @@ class Drill:
             )
         if self.loop.pool.num_active or self.loop.pool.num_in_flight:
             raise EngineError("invariant broken: after a drain no page is held (I10)")
+        if self.loop.swap is not None and (self.loop.swap.num_swapped or self.loop.swap.host.num_used):
+            raise EngineError("invariant broken: after a drain no host page is held (I10)")
         return self.answers
 
     def _check(self, answer: Finished) -> None:
@@ -137,6 +139,8 @@ class WatchedRunner:
         """Check plans against this loop from now on."""
         self._loop = loop
         loop.pool.on_free = self._freed
+        if loop.swap is not None:
+            loop.swap.host.on_free = self._fake.poison_host
 
     def run(self, plan: StepPlan) -> StepOutput:
         """See Runner."""

@@ -125,9 +125,11 @@ class FakeRunner:
         shape = (plan.num_sequences, -1)
         seen = self._keys[plan.page_tables].reshape(shape)
         sequence = np.repeat(np.arange(plan.num_sequences), np.diff(plan.query_starts))
-        sums = np.cumsum(seen, axis=1, dtype=np.uint64)
+        # Weighted by place: two pages that have changed places would have the same sum.
+        weights = _weights(seen.shape[1])
+        sums = np.cumsum(seen * weights, axis=1, dtype=np.uint64)
         self._values[page, offset] = _mix(sums[sequence, plan.positions])
-        sums = np.cumsum(self._values[plan.page_tables].reshape(shape), axis=1, dtype=np.uint64)
+        sums = np.cumsum(self._values[plan.page_tables].reshape(shape) * weights, axis=1, dtype=np.uint64)
         last = plan.context_lens - 1
         failed = np.zeros(plan.num_sequences, np.bool_)
         if self._config.fail_token is not None:
@@ -168,8 +170,9 @@ def _draws(request: Request, vocab_size: int, stop_ids: set[int], generated: lis
     while True:
         tokens = request.prompt if position == 0 else generated[-1:]
         for token in tokens:
-            key_sum = (key_sum + _mix_int(token * _TOKEN + position * _POSITION)) & _MASK
-            value_sum = (value_sum + _mix_int(key_sum)) & _MASK
+            weight = 2 * position + 1
+            key_sum = (key_sum + weight * _mix_int(token * _TOKEN + position * _POSITION)) & _MASK
+            value_sum = (value_sum + weight * _mix_int(key_sum)) & _MASK
             position += 1
         banned = stop_ids if len(generated) < sampling.min_tokens else set()
         history = (*request.prompt, *generated) if _has_penalties(sampling) else ()
@@ -263,6 +266,10 @@ def _bits(value: float) -> int:
 
 def _float_bits(values: NDArray[np.float32]) -> NDArray[np.uint64]:
     return values.view(np.uint32).astype(np.uint64)
+
+
+def _weights(width: int) -> NDArray[np.uint64]:
+    return np.arange(1, 2 * width, 2, dtype=np.uint64)
 
 
 def _keys(tokens: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.uint64]:

@@ -82,6 +82,10 @@ class GrowthGate:
         """See AdmissionGate."""
         self.margin.on_memory_preemption()
 
+    def on_tier_preemption(self) -> None:
+        """See AdmissionGate."""
+        self._round = None  # predict anew
+
     def on_end(self, sequence: Sequence, reason: FinishReason) -> None:
         """See AdmissionGate."""
         if reason is FinishReason.ERROR or is_length_known(sequence):

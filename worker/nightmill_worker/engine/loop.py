@@ -6,24 +6,30 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from nightmill.errors import EngineError
+from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
 from nightmill_worker.engine.commit import Ending, commit_step
+from nightmill_worker.engine.fairness import TierShares
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
+from nightmill_worker.engine.host_pool import HostPool
 from nightmill_worker.engine.length_model import LengthModel
-from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, QueueOrder
+from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, PreemptionMode, QueueOrder
 from nightmill_worker.engine.ordering import ArrivalQueue, PlannedQueue, TierQueue
 from nightmill_worker.engine.packing import Packer
 from nightmill_worker.engine.page_pool import PagePool
+from nightmill_worker.engine.preemption import Preemption, PreemptionCause, PreemptionCost
 from nightmill_worker.engine.prefix_index import PrefixIndex
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.residency import Residency
-from nightmill_worker.engine.running_table import RunningTable
+from nightmill_worker.engine.running_table import ORDER_BITS, RunningTable
 from nightmill_worker.engine.scheduler import Schedule, Scheduler
 from nightmill_worker.engine.sequence import Sequence as EngineSequence
 from nightmill_worker.engine.sequence import SequenceState
 from nightmill_worker.engine.stats import Counters, EngineStats
-from nightmill_worker.engine.step import Runner, StepOutput, StepPlan
+from nightmill_worker.engine.step import Runner, StepOutput, StepPlan, Swaps
 from nightmill_worker.engine.stop import StopStrings
+from nightmill_worker.engine.swap import Swap
+from nightmill_worker.engine.victims import VictimChooser
 from nightmill_worker.engine.waiting_queue import WaitingQueue
 
 
@@ -51,7 +57,30 @@ class EngineLoop:
         self.counters = Counters()
         self.residency = Residency(self.table, self.pool, self.index)
         self.gate = self._gate()
-        self.scheduler = Scheduler(options, self.table, self.queue, self.residency, self.gate, self.counters)
+        self.swap = self._make_swap(runner)
+        self.preemption_cost = PreemptionCost(runner.pool.bytes_per_token, _host_bytes_per_s(runner))
+        self.preemption = Preemption(
+            options.preemption,
+            self.table,
+            self.queue,
+            self.residency,
+            self.swap,
+            self.preemption_cost,
+            self.counters,
+            is_wanting=options.eviction is EvictionRule.FUTURE,
+        )
+        self.shares = TierShares()
+        self.scheduler = Scheduler(
+            options,
+            self.table,
+            self.queue,
+            self.residency,
+            self.gate,
+            VictimChooser(self.table, self.pool),
+            self.preemption,
+            self.counters,
+            self.shares.may_preempt,
+        )
         self._runner = runner
         self._packer = Packer(self.table, options.max_num_batched_tokens)
         self._detokenize = detokenize
@@ -114,12 +143,17 @@ class EngineLoop:
         ended, self._ended = self._ended, []
         return ended
 
-    def preempt(self, request_id: int) -> bool:
-        """Take a running sequence off, to be recomputed; False when it does not run. For tests and drills."""
+    def preempt(self, request_id: int, mode: PreemptionMode | None = None) -> bool:
+        """Take a running sequence off; False when it does not run. For tests and drills.
+
+        Args:
+            request_id: A live request.
+            mode: By swap or by recompute; None: as the engine would.
+        """
         sequence = self._live.get(request_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING or self.options.policy is Policy.STATIC:
             return False
-        self.scheduler.preempt(sequence)
+        self.preemption.take_off(sequence, PreemptionCause.DRILL, mode)
         return True
 
     def stats(self) -> EngineStats:
@@ -140,6 +174,12 @@ class EngineLoop:
             waiting=len(self.queue),
             parked=self.queue.num_parked,
             preemptions=c.preemptions,
+            preemptions_memory=c.preemptions_memory,
+            preemptions_tier=c.preemptions_tier,
+            preemptions_swap=c.preemptions_swap,
+            swapped=0 if self.swap is None else self.swap.num_swapped,
+            host_pages_total=0 if self.swap is None else self.swap.host.num_pages,
+            host_pages_used=0 if self.swap is None else self.swap.host.num_used,
             pages_total=self.pool.num_usable,
             pages_free=self.pool.num_free,
             pages_cached=self.pool.num_cached,
@@ -163,7 +203,9 @@ class EngineLoop:
         planned = time.perf_counter()
         output = self._runner.run(plan)
         ran = time.perf_counter()
+        self.preemption_cost.observe(plan.num_tokens, plan.num_sequences, ran - planned)
         self._count_tokens(schedule, plan, output)
+        self._account(schedule)
         endings = commit_step(self.table, schedule, plan, output)
         computed = schedule.rows[: schedule.num_real]
         if output.failed:
@@ -202,6 +244,8 @@ class EngineLoop:
         else:
             self.queue.discard(sequence)
             self.residency.let_go(sequence)
+            if self.swap is not None:
+                self.swap.drop(sequence)
         sequence.state = SequenceState.FINISHED
         self.gate.on_end(sequence, reason)
         if was_admitted:
@@ -237,6 +281,15 @@ class EngineLoop:
             again = self.table.max_computed[rows] - self.table.num_computed[rows]
             counters.recomputed_tokens += int(np.clip(again, 0, counts).sum())
 
+    def _account(self, schedule: Schedule) -> None:
+        """Book the step's tokens by tier: a tier below its share is not taken from."""
+        num_real = schedule.num_real
+        ranks = self.table.order[schedule.rows[:num_real]] >> ORDER_BITS
+        computed = np.bincount(ranks, weights=schedule.counts[:num_real], minlength=len(Tier))
+        by_tier = {tier: int(computed[tier.rank]) for tier in Tier}
+        wanting = [tier for tier in Tier if by_tier[tier] or self.queue.head(tier.rank) is not None]
+        self.shares.account(by_tier, wanting)
+
     def _count(self, reason: FinishReason) -> None:
         if reason is FinishReason.ERROR:
             self.counters.errors += 1
@@ -244,6 +297,11 @@ class EngineLoop:
             self.counters.aborted += 1
         else:
             self.counters.finished += 1
+
+    def _make_swap(self, runner: Runner) -> Swap | None:
+        if self.options.policy is Policy.STATIC or not isinstance(runner, Swaps) or runner.host.num_pages == 0:
+            return None
+        return Swap(runner, HostPool(runner.host.num_pages), self.table, self.pool)
 
     def _gate(self) -> AdmissionGate:
         if self.options.policy is Policy.STATIC or self.options.admission is AdmissionRule.RESERVE:
@@ -285,6 +343,10 @@ class EngineLoop:
         if request.sampling.stop and self._detokenize is None:
             return "stop strings need a tokenizer; this engine was started without one"
         return None
+
+
+def _host_bytes_per_s(runner: Runner) -> float:
+    return runner.host.bytes_per_s if isinstance(runner, Swaps) else 1.0
 
 
 def _finished(

@@ -44,6 +44,17 @@ class EvictionRule(StrEnum):
     """The least recently used."""
 
 
+class PreemptionMode(StrEnum):
+    """What becomes of the KV of a preempted sequence."""
+
+    AUTO = "auto"
+    """Whichever costs less, by measured rates."""
+    SWAP = "swap"
+    """Copied to the host, as long as there is room; else computed again."""
+    RECOMPUTE = "recompute"
+    """Dropped, and computed again, except for what the prefix index still has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
     """Limits of one engine loop.
@@ -62,6 +73,7 @@ class LoopOptions:
     order: QueueOrder = QueueOrder.ARRIVAL
     admission: AdmissionRule = AdmissionRule.GREEDY
     eviction: EvictionRule = EvictionRule.LRU
+    preemption: PreemptionMode = PreemptionMode.AUTO  # a runner without host pages always recomputes
     tier_reserve: float = 0.04  # share of the pool that lower tiers leave to `high`; never lent
 
     def __post_init__(self) -> None:
@@ -90,4 +102,5 @@ _RULES: dict[str, type[StrEnum]] = {
     "order": QueueOrder,
     "admission": AdmissionRule,
     "eviction": EvictionRule,
+    "preemption": PreemptionMode,
 }

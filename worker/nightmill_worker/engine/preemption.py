@@ -1,43 +1,27 @@
-"""Whom to take off, and how: by swap or by recompute."""
+"""Taking a running sequence off, by swap or by recompute, so that it loses nothing."""
 
-from collections.abc import Callable
 from enum import StrEnum
 
-import numpy as np
-from numpy.typing import NDArray
+from nightmill_worker.engine.options import PreemptionMode
+from nightmill_worker.engine.residency import Residency
+from nightmill_worker.engine.running_table import RunningTable
+from nightmill_worker.engine.sequence import Sequence
+from nightmill_worker.engine.stats import Counters
+from nightmill_worker.engine.swap import Swap
+from nightmill_worker.engine.waiting_queue import WaitingQueue
 
-from nightmill_worker.engine.page_pool import PagePool
-from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
-
-Tokens = NDArray[np.int64]
-
-MAX_PREEMPTIONS = 3
-"""After so many a sequence is pinned."""
-_OVERHEAD_TOKENS = 64
-"""What taking a sequence off and admitting it again costs besides its KV, in tokens computed."""
 _RATE_WEIGHT = 0.1
 
 
-class PreemptionMode(StrEnum):
-    """What happens to the KV of a preempted sequence."""
-
-    AUTO = "auto"
-    """Whichever costs less, by measured rates."""
-    SWAP = "swap"
-    """Copied to the host, as long as there is room."""
-    RECOMPUTE = "recompute"
-    """Dropped, and computed again; what the prefix index still has is not."""
-
-
 class PreemptionCause(StrEnum):
-    """Why a sequence was taken off."""
+    """Why a sequence is taken off."""
 
     MEMORY = "memory"
     """The page pool has run out, or is about to."""
     TIER = "tier"
-    """A more urgent one wanted its slot or pages."""
+    """A more urgent one wants its slot or pages."""
     DRILL = "drill"
-    """A test asked for it."""
+    """A test asks for it."""
 
 
 class PreemptionCost:
@@ -59,91 +43,83 @@ class PreemptionCost:
         known = self._recompute_s_per_token
         self._recompute_s_per_token = rate if known is None else known + _RATE_WEIGHT * (rate - known)
 
-    def prefers_swap(self, num_swapped_tokens: int, num_recomputed_tokens: int) -> bool:
+    def prefers_swap(self, num_places: int, num_tokens: int) -> bool:
         """Whether copying so many tokens' places out and in takes less time than computing so many tokens."""
         if self._recompute_s_per_token is None:
             return True
-        return num_swapped_tokens * self._swap_s_per_token < num_recomputed_tokens * self._recompute_s_per_token
+        return num_places * self._swap_s_per_token < num_tokens * self._recompute_s_per_token
 
 
-class VictimChooser:
-    """Picks from the lowest tier the one that frees most for its cost.
-
-    Worth is (pages freed · tokens it is expected to hold them) / tokens lost. Pages with another holder free nothing.
-    Protected are: one about to finish, one that has just come back, and one that was taken off three times. The
-    protected are taken only when the pool has run out and their tier, the lowest that runs, has nobody else; then the
-    latest goes, so that the earliest always advances.
+class Preemption:
+    """Moves a sequence from the running table back to its queue.
 
     Args:
-        table: Running sequences.
-        pool: For refcounts.
-        expected_remaining: Tokens that rows are expected to draw yet; by default, what max_tokens leaves.
+        mode: How; AUTO compares `cost`.
+        swap: None: this runner does not swap.
+        is_wanting: Waiting sequences are counted by the pages that they want.
     """
 
     def __init__(
-        self, table: RunningTable, pool: PagePool, expected_remaining: Callable[[Rows], Tokens] | None = None
+        self,
+        mode: PreemptionMode,
+        table: RunningTable,
+        queue: WaitingQueue,
+        residency: Residency,
+        swap: Swap | None,
+        cost: PreemptionCost,
+        counters: Counters,
+        *,
+        is_wanting: bool,
     ) -> None:
+        self._mode = mode
         self._table = table
-        self._pool = pool
-        self._expected_remaining = expected_remaining or self._longest_remaining
+        self._queue = queue
+        self._residency = residency
+        self._swap = swap
+        self._cost = cost
+        self._counters = counters
+        self._is_wanting = is_wanting
 
-    def for_memory(self) -> int | None:
-        """The row to take when pages have run out; None when only one sequence runs."""
-        table = self._table
-        rows = table.rows()
-        rows = rows[~table.is_padding[rows]]
-        if len(rows) < 2:
-            return None
-        rank = table.order[rows] >> ORDER_BITS
-        rows = rows[rank == rank.max()]
-        free = rows[~self._is_protected(rows)]
-        if len(free):
-            return self._best(free)
-        return int(rows[np.argmax(table.order[rows])])
+    def take_off(self, sequence: Sequence, cause: PreemptionCause, mode: PreemptionMode | None = None) -> None:
+        """Preempt a running sequence; `mode` overrides the engine's. A swap without room becomes a recompute."""
+        table, row, counters = self._table, sequence.row, self._counters
+        sequence.generated = table.generated(row)
+        sequence.max_computed = max(sequence.max_computed, int(table.num_computed[row]))
+        sequence.num_preemptions += 1
+        counters.preemptions += 1
+        counters.preemptions_memory += cause is PreemptionCause.MEMORY
+        counters.preemptions_tier += cause is PreemptionCause.TIER
+        if self._swap is not None and self.is_swap(sequence, mode):
+            counters.preemptions_swap += self._swap.save(sequence)
+        self._residency.release(sequence)
+        table.unbind(row)
+        self._queue.push_preempted(sequence)
+        if self._is_wanting:
+            self._residency.want(sequence)
 
-    def for_tier(self, ranks: list[int]) -> int | None:
-        """The row that gives way to a more urgent one; `ranks`: tiers that may be asked, the first to give first."""
-        rows = self._unprotected()
-        for rank in ranks:
-            concerned = rows[self._table.order[rows] >> ORDER_BITS == rank]
-            if len(concerned):
-                return self._best(concerned)
-        return None
+    @property
+    def can_swap(self) -> bool:
+        """This engine may swap."""
+        return self._swap is not None and self._mode is not PreemptionMode.RECOMPUTE
 
-    def num_freeable(self, ranks: list[int]) -> int:
-        """Pages that the unprotected rows of these tiers would free, all together."""
-        rows = self._unprotected()
-        rows = rows[np.isin(self._table.order[rows] >> ORDER_BITS, ranks)]
-        return int(self._num_own_pages(rows).sum())
+    def is_swap(self, sequence: Sequence, mode: PreemptionMode | None = None) -> bool:
+        """How this running sequence would be taken off."""
+        if self._swap is None:
+            return False
+        match mode or self._mode:
+            case PreemptionMode.SWAP:
+                return True
+            case PreemptionMode.RECOMPUTE:
+                return False
+            case PreemptionMode.AUTO:
+                own, size = self._swap.own_pages(sequence.row), self._table.page_size
+                return self._cost.prefers_swap(own.num_pages * size, own.num_computed - own.first * size)
 
-    def _unprotected(self) -> Rows:
-        rows = self._table.rows()
-        return rows[~self._is_protected(rows) & ~self._table.is_padding[rows]]
+    def is_saved(self, sequence: Sequence) -> bool:
+        """The host holds KV of a sequence that is off the table."""
+        return self._swap is not None and self._swap.saved(sequence) is not None
 
-    def _is_protected(self, rows: Rows) -> NDArray[np.bool_]:
-        table = self._table
-        about_to_finish = self._longest_remaining(rows) <= table.page_size
-        is_immune = table.num_tokens[rows] < table.immune_until[rows]
-        protected: NDArray[np.bool_] = about_to_finish | is_immune | (table.num_preemptions[rows] >= MAX_PREEMPTIONS)
-        return protected
-
-    def _best(self, rows: Rows) -> int:
-        held = self._num_own_pages(rows) * self._expected_remaining(rows)
-        worth = held / (self._num_lost_tokens(rows) + _OVERHEAD_TOKENS)
-        # Of equals the latest: it has the least claim.
-        return int(rows[np.lexsort((self._table.order[rows], worth))[-1]])
-
-    def _num_own_pages(self, rows: Rows) -> Tokens:
-        width = int(self._table.num_pages[rows].max(initial=0))
-        counts: Tokens = np.count_nonzero(self._pool.refcount[self._table.page_table[rows, :width]] == 1, axis=1)
-        return counts
-
-    def _num_lost_tokens(self, rows: Rows) -> Tokens:
-        """Computed tokens in pages of their own, roughly: those allocated and not yet computed cost nothing."""
-        table = self._table
-        shared = table.num_pages[rows] - self._num_own_pages(rows)
-        return np.maximum(table.num_computed[rows] - shared * table.page_size, 0)
-
-    def _longest_remaining(self, rows: Rows) -> Tokens:
-        remaining: Tokens = self._table.max_total[rows] - self._table.num_tokens[rows]
-        return remaining
+    def restore(self, sequence: Sequence) -> None:
+        """A sequence has its row and pages again: bring back what was saved of it."""
+        if self._swap is not None:
+            self._swap.restore(sequence)

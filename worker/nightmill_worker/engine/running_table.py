@@ -70,11 +70,9 @@ class RunningTable:
         """Another sequence can be bound."""
         return bool(self._free_rows)
 
-    def num_missing(self, rows: Rows) -> Rows:
-        """Tokens to compute before each row draws, or reaches what was restored."""
-        ends = np.where(self.hole_end[rows] > 0, self.hole_end[rows], self.num_tokens[rows])
-        missing: Rows = ends - self.num_computed[rows]
-        return missing
+    def num_missing(self, row: int) -> int:
+        """Tokens to compute before the row draws, or reaches what was restored."""
+        return int((self.hole_end[row] or self.num_tokens[row]) - self.num_computed[row])
 
     def rows(self) -> Rows:
         """Rows in use, ascending; not to be written to."""

@@ -1,19 +1,25 @@
 """Decides what the next step computes."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate
-from nightmill_worker.engine.options import EvictionRule, LoopOptions, Policy
+from nightmill_worker.engine.options import LoopOptions, Policy
+from nightmill_worker.engine.preemption import Preemption, PreemptionCause
 from nightmill_worker.engine.residency import Match, Residency
-from nightmill_worker.engine.running_table import Rows, RunningTable
+from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
 from nightmill_worker.engine.sequence import Sequence
 from nightmill_worker.engine.stats import Counters
+from nightmill_worker.engine.victims import VictimChooser
 from nightmill_worker.engine.waiting_queue import WaitingQueue
 
-_ORDER_BITS = 48
+_TIERS = sorted(Tier, key=lambda tier: tier.rank)
+_VICTIM_DIVISOR = 4
+"""One step takes at most a fourth of the slots from lower tiers, and of what runs ahead of need."""
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
 
@@ -46,7 +52,10 @@ class Scheduler:
         queue: WaitingQueue,
         residency: Residency,
         gate: AdmissionGate,
+        victims: VictimChooser,
+        preemption: Preemption,
         counters: Counters,
+        may_take: Callable[[Tier, Tier], bool],
     ) -> None:
         self._options = options
         self._is_static = options.policy is Policy.STATIC
@@ -57,7 +66,9 @@ class Scheduler:
         self._gate = gate
         self._counters = counters
         self._num_admitted = 0
-        self._wants = options.eviction is EvictionRule.FUTURE
+        self._victims = victims
+        self._preemption = preemption
+        self._may_take = may_take
 
     def schedule(self) -> Schedule:
         """Preempt and admit as needed and say what runs."""
@@ -68,109 +79,167 @@ class Scheduler:
             padded = table.is_padding[rows]
             rows, padding = rows[~padded], rows[padded]
         is_decode = table.num_tokens[rows] - table.num_computed[rows] == 1
-        decodes, partial = rows[is_decode], rows[~is_decode]
-        closed_rank = len(self._queue.ranks)  # tiers from this rank on admit nobody in this step
-        short = self._grow(decodes)
-        while short:
-            victim = self._victim()
+        draft = _Draft(rows[is_decode], rows[~is_decode], len(self._queue.ranks))
+        while missing := self._grow(draft.decodes):
+            victim = self._victims.for_memory(missing)
             if victim is None:
-                return Schedule(_NO_ROWS, _NO_ROWS, outgrown=table.sequence(int(decodes[0])))
-            closed_rank = min(closed_rank, victim.request.tier.rank)
-            decodes, partial = decodes[decodes != victim.row], partial[partial != victim.row]
-            self._gate.on_memory_preemption()
-            self.preempt(victim)
-            short = self._grow(decodes)
-        budget = self._options.max_num_batched_tokens - len(decodes) - len(padding)
-        chunk_rows, chunk_counts = _NO_ROWS, _NO_ROWS
+                return Schedule(_NO_ROWS, _NO_ROWS, outgrown=table.sequence(int(draft.decodes[0])))
+            self._take_for_memory(draft, victim)
+        if self._preemption.can_swap and len(draft.decodes) > self._residency.num_available:
+            self._preempt_ahead(draft)
+        draft.budget = self._options.max_num_batched_tokens - len(draft.decodes) - len(padding)
         self._gate.begin_step()
-        if len(partial) or (table.has_free_row and len(self._queue) > self._queue.num_parked):
-            chunk_rows, chunk_counts = self._chunks(partial, budget, closed_rank)
-        ones = np.ones(len(decodes), np.int64)
+        if len(draft.partial) or len(self._queue) > self._queue.num_parked:
+            self._fill(draft)
+        decodes = draft.decodes
+        ones = np.ones(len(decodes), np.int64), np.ones(len(padding), np.int64)
         return Schedule(
-            np.concatenate((decodes, chunk_rows, padding)),
-            np.concatenate((ones, chunk_counts, np.ones(len(padding), np.int64))),
+            np.concatenate((decodes, np.array(draft.rows, np.int64), padding)),
+            np.concatenate((ones[0], np.array(draft.counts, np.int64), ones[1])),
             len(padding),
         )
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence off; it is computed again later, as far as the prefix index has lost it."""
-        table, row = self._table, sequence.row
-        sequence.generated = table.generated(row)
-        sequence.max_computed = max(sequence.max_computed, int(table.num_computed[row]))
-        sequence.num_preemptions += 1
-        self._residency.release(sequence)
-        table.unbind(row)
-        self._queue.push_preempted(sequence)
-        if self._wants:
-            self._residency.want(sequence)
-        self._counters.preemptions += 1
+    def _take_for_memory(self, draft: "_Draft", row: int) -> None:
+        self._gate.on_memory_preemption()
+        self._take(draft, row, PreemptionCause.MEMORY)
 
-    def _grow(self, decodes: Rows) -> bool:
-        """Give the decodes that start a new page one; True when there are too few, and none was given."""
+    def _take(self, draft: "_Draft", row: int, cause: PreemptionCause) -> None:
+        sequence = self._table.sequence(row)
+        draft.remove(row, sequence.request.tier.rank)
+        self._preemption.take_off(sequence, cause)
+
+    def _preempt_ahead(self, draft: "_Draft") -> None:
+        """Make room for the pages that the next step is known to need, while this step still has enough.
+
+        Only by swap: the copies then have a step's time. Where recomputing is cheaper, need is early enough.
+        """
+        for _ in range(max(1, self._table.num_used // _VICTIM_DIVISOR)):
+            missing = self._needed_next(draft.decodes) - self._residency.num_available
+            if missing <= 0:
+                return
+            row = self._victims.for_memory(missing, is_urgent=False)
+            if row is None or not self._preemption.is_swap(self._table.sequence(row)):
+                return
+            self._take_for_memory(draft, row)
+
+    def _needed_next(self, decodes: Rows) -> int:
+        """Pages that decodes start in the next step, less those that come free in this one for certain."""
+        table = self._table
+        is_last = table.num_tokens[decodes] + 1 >= table.max_total[decodes]
+        going_on = decodes[~is_last]
+        starting = table.num_computed[going_on] + 1 == table.num_pages[going_on] * table.page_size
+        return int(np.count_nonzero(starting)) - self._victims.num_own_pages(decodes[is_last])
+
+    def _grow(self, decodes: Rows) -> int:
+        """Give the decodes that start a new page one, or none to anyone where some are missing: how many."""
         table = self._table
         full = decodes[table.num_computed[decodes] == table.num_pages[decodes] * table.page_size]
-        if len(full) > self._residency.num_available:
-            return True
-        if len(full):
+        missing = len(full) - self._residency.num_available
+        if missing <= 0 and len(full):
             self._residency.grow(full)
-        return False
+        return max(0, missing)
 
-    def _victim(self) -> Sequence | None:
-        """The latest of the lowest tier; None when only one sequence runs."""
+    def _fill(self, draft: "_Draft") -> None:
+        """Spend the budget that decodes leave: per tier, partial prefills, then admissions."""
         table = self._table
-        rows = table.rows()
-        rows = rows[~table.is_padding[rows]]
-        if len(rows) < 2:
-            return None
-        return table.sequence(int(rows[np.argmax(table.order[rows])]))
-
-    def _chunks(self, partial: Rows, budget: int, closed_rank: int) -> tuple[Rows, NDArray[np.int64]]:
-        table = self._table
-        rows: list[int] = []
-        counts: list[int] = []
-
-        def take(row: int) -> int:
-            count = min(int(table.num_tokens[row] - table.num_computed[row]), budget, self._max_chunk)
-            rows.append(row)
-            counts.append(count)
-            return count
-
-        by_order = partial[np.argsort(table.order[partial])].tolist()
+        by_order = draft.partial[np.argsort(table.order[draft.partial])].tolist()
         may_admit = not self._is_static or len(table.rows()) == 0
         for rank in self._queue.ranks:
             for row in by_order:
-                if budget > 0 and table.order[row] >> _ORDER_BITS == rank:
-                    budget -= take(row)
-            # A static group is admitted whole, even when its prompts take several steps to compute.
-            while may_admit and (budget > 0 or self._is_static) and rank < closed_rank and table.has_free_row:
-                sequence = self._queue.head(rank)
-                if sequence is None:
-                    break
-                match = self._residency.match(sequence, may_wait=not self._is_static)
-                if match.wait_for is not None:
-                    if self._queue.num_parked >= self._options.max_num_seqs:
-                        break
-                    self._queue.park(rank, match.wait_for)
-                    continue
-                available = self._residency.num_available - match.num_revived
-                if not self._gate.admits(sequence, match, available):
-                    may_admit = False  # strictly: nobody of a lower tier takes what it waits for
-                    break
+                # The row of a victim is empty, or has another tier's sequence by now.
+                if draft.budget > 0 and table.order[row] >> ORDER_BITS == rank and table.sequences[row] is not None:
+                    self._spend(draft, row)
+            if may_admit:
+                may_admit = self._admit_tier(draft, rank)
+
+    def _admit_tier(self, draft: "_Draft", rank: int) -> bool:
+        """Admit from a tier as long as something fits; False when lower tiers must not take what its next waits for."""
+        # A static group is admitted whole, even when its prompts take several steps to compute.
+        while rank < draft.closed_rank:
+            sequence = self._queue.head(rank)
+            if sequence is None:
+                return True
+            if draft.budget == 0 and draft.rows and not self._is_static:
+                return True  # others of this tier or above are being computed: the next step is soon enough
+            if not self._has_place(draft) and not self._take_from_below(draft, rank):
+                return True
+            # What was saved may lie behind a prefix that others compute; it does not wait for them.
+            may_wait = not self._is_static and not self._preemption.is_saved(sequence)
+            match = self._residency.match(sequence, may_wait=may_wait)
+            if match.wait_for is not None:
+                if self._queue.num_parked >= self._options.max_num_seqs:
+                    return True
+                self._queue.park(rank, match.wait_for)
+                continue
+            available = self._residency.num_available - match.num_revived
+            if self._gate.admits(sequence, match, available):
                 row = self._admit(sequence, match, rank)
                 self._gate.on_admit(sequence)
-                if budget > 0:
-                    budget -= take(row)
-        return np.array(rows, np.int64), np.array(counts, np.int64)
+                if draft.budget > 0:
+                    self._spend(draft, row)
+            elif not self._take_from_below(draft, rank, match.num_new - available):
+                return False
+        return True
+
+    def _has_place(self, draft: "_Draft") -> bool:
+        return self._table.has_free_row and (draft.budget > 0 or self._is_static)
+
+    def _take_from_below(self, draft: "_Draft", rank: int, num_pages: int = 0) -> bool:
+        """Preempt one sequence of a lower tier for the next of this one; False when that would not help.
+
+        A lower tier gives only while `may_take` says that it has its share.
+        """
+        table = self._table
+        if self._is_static or draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR):
+            return False
+        lowest = int(table.order[table.rows()].max(initial=0)) >> ORDER_BITS
+        ranks = [r for r in range(lowest, rank, -1) if self._may_take(_TIERS[rank], _TIERS[r])]
+        if not ranks or self._victims.num_freeable(ranks) < num_pages:
+            return False
+        row = self._victims.for_tier(ranks, max(1, num_pages))
+        if row is None:
+            return False
+        draft.num_taken += 1
+        self._take(draft, row, PreemptionCause.TIER)
+        self._gate.on_tier_preemption()
+        return True
+
+    def _spend(self, draft: "_Draft", row: int) -> None:
+        count = min(self._table.num_missing(row), draft.budget, self._max_chunk)
+        draft.rows.append(row)
+        draft.counts.append(count)
+        draft.budget -= count
 
     def _admit(self, sequence: Sequence, match: Match, rank: int) -> int:
         self._queue.pop(rank)
         self._residency.unwant(sequence)
         self._num_admitted += 1
-        row = self._table.bind(sequence, (rank << _ORDER_BITS) + self._num_admitted)
+        row = self._table.bind(sequence, (rank << ORDER_BITS) + self._num_admitted)
         self._residency.attach(sequence, match)
         num_matched = int(self._table.num_computed[row])
         if sequence.num_cached is None:
             sequence.num_cached = num_matched
             self._counters.prompt_tokens += len(sequence.request.prompt)
             self._counters.cached_tokens += num_matched
+        self._preemption.restore(sequence)
         return row
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is being decided."""
+
+    decodes: Rows
+    partial: Rows
+    closed_rank: int  # tiers from this rank on admit nobody in this step
+    budget: int = 0  # tokens left
+    rows: list[int] = field(default_factory=list)  # with a chunk, one of `counts` tokens
+    counts: list[int] = field(default_factory=list)
+    num_taken: int = 0  # victims of higher tiers
+
+    def remove(self, row: int, rank: int) -> None:
+        """A sequence of this tier is taken off. Nobody of its tier or below may have what it gives."""
+        self.closed_rank = min(self.closed_rank, rank)
+        num_decodes = len(self.decodes)
+        self.decodes, self.partial = self.decodes[self.decodes != row], self.partial[self.partial != row]
+        self.budget += num_decodes - len(self.decodes)

@@ -18,6 +18,9 @@ class Counters:
     padding_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    preemptions_memory: int = 0
+    preemptions_tier: int = 0
+    preemptions_swap: int = 0
     batch_rows: int = 0
     plan_s: float = 0.0
     run_s: float = 0.0
@@ -42,6 +45,12 @@ class EngineStats:
     waiting: int  # parked ones included
     parked: int  # waiting for a prefix that is being computed
     preemptions: int
+    preemptions_memory: int  # of those: the page pool had run out, or was about to
+    preemptions_tier: int  # of those: a more urgent sequence took its place
+    preemptions_swap: int  # of those: by swap, the others by recompute
+    swapped: int  # waiting sequences whose KV is on the host
+    host_pages_total: int
+    host_pages_used: int
     pages_total: int  # without the null page
     pages_free: int
     pages_cached: int  # published, held by nobody: evicted on demand

@@ -1,5 +1,6 @@
 """Swap: the KV of a preempted sequence goes to the host and comes back bit for bit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +66,9 @@ class Swap:
         """What the host holds of a sequence."""
         return self._saved.get(sequence)
 
-    def all_saved(self) -> list[SavedPages]:
+    def all_saved(self) -> Mapping[Sequence, SavedPages]:
         """What the host holds of every sequence; for audits."""
-        return list(self._saved.values())
+        return self._saved
 
     def own_pages(self, row: int) -> OwnPages:
         """What a swap of this row would copy."""
