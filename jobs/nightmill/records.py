@@ -47,6 +47,7 @@ class EngineOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None  # tokens in one step; None: by device
     enable_prefix_caching: bool = True
+    enable_shared_attention: bool = True
     gpu_memory_utilization: float = 0.9
     pool_bytes: int | None = None  # KV pool; None: by device
     swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none

@@ -169,6 +169,7 @@ class EmbeddedRun:
                 max_num_seqs=engine.max_num_seqs,
                 max_num_batched_tokens=batched,
                 enable_prefix_caching=engine.enable_prefix_caching,
+                enable_shared_attention=engine.enable_shared_attention,
                 # The runner knows its model's, and the smaller one counts.
                 max_model_len=NO_LIMIT,
             ),

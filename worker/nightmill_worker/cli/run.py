@@ -119,6 +119,7 @@ def _read_flags(
         max_num_seqs=flags["max_num_seqs"],
         max_num_batched_tokens=flags["max_num_batched_tokens"],
         enable_prefix_caching=flags["enable_prefix_caching"],
+        enable_shared_attention=flags["enable_shared_attention"],
         pool_bytes=flags["kv_cache_memory_bytes"],
         swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],

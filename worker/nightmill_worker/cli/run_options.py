@@ -131,6 +131,12 @@ engine_options = section(
         show_default=True,
         help="Compute a prefix that rows have in common once.",
     ),
+    click.option(
+        "--enable-shared-attention/--no-enable-shared-attention",
+        default=True,
+        show_default=True,
+        help="Read the pages of such a prefix once for all rows in the batch.",
+    ),
     click.option("--kv-cache-memory-bytes", type=ByteSize(), metavar="SIZE", help="KV page pool: 512M, 4G."),
     click.option(
         "--swap-space",

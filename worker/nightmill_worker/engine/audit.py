@@ -8,7 +8,7 @@ import numpy as np
 
 from nightmill.errors import EngineError
 from nightmill_worker.engine.sequence import SequenceState
-from nightmill_worker.engine.step import NULL_PAGE, PoolShape, StepPlan
+from nightmill_worker.engine.step import NULL_PAGE, PoolShape, PrefixGroups, StepPlan
 
 if TYPE_CHECKING:
     from nightmill_worker.engine.loop import EngineLoop
@@ -45,6 +45,23 @@ def audit_plan(plan: StepPlan, pool: PoolShape, vocab_size: int) -> None:
         (batch.token_index == plan.query_starts[1:][batch.sequence] - 1).all(), "a draw reads its sequence's last token"
     )
     _require((batch.position == plan.context_lens[batch.sequence]).all(), "a draw is the token after the context")
+    if plan.groups is not None:
+        _audit_groups(plan, plan.groups, pool.page_size)
+
+
+def _audit_groups(plan: StepPlan, groups: PrefixGroups, page_size: int) -> None:
+    sizes = np.diff(groups.starts)
+    _require(groups.starts[0] == 0 and groups.starts[-1] == len(groups.sequences), "group starts span the sequences")
+    _require((sizes >= 2).all() and (groups.num_pages >= 1).all(), "a group has sequences and pages to share")
+    sequences = groups.sequences
+    _require((sequences >= 0).all() and (sequences < plan.num_sequences).all(), "groups are of the step's sequences")
+    _require(len(np.unique(sequences)) == len(sequences), "a sequence is in one group")
+    _require((np.diff(plan.query_starts)[sequences] == 1).all(), "groups are of sequences with one token")
+    pages = np.repeat(groups.num_pages, sizes)
+    _require((plan.context_lens[sequences] >= pages * page_size).all(), "shared pages are full")
+    first = plan.page_tables[np.repeat(sequences[groups.starts[:-1]], sizes)]
+    shared = np.arange(first.shape[1]) < pages[:, None]
+    _require((plan.page_tables[sequences] == first)[shared].all(), "a group's first pages are the same page ids")
 
 
 def audit_loop(loop: EngineLoop) -> None:

@@ -10,6 +10,7 @@ from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
 from nightmill_worker.engine.commit import Ending, commit_step
 from nightmill_worker.engine.fairness import TierShares
+from nightmill_worker.engine.groups import tokens_saved
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
 from nightmill_worker.engine.host_pool import HostPool
 from nightmill_worker.engine.length_model import LengthModel
@@ -82,7 +83,9 @@ class EngineLoop:
             self.shares.may_preempt,
         )
         self._runner = runner
-        self._packer = Packer(self.table, options.max_num_batched_tokens)
+        # Without the prefix index no two sequences have a page in common.
+        shares = options.enable_shared_attention and options.enable_prefix_caching
+        self._packer = Packer(self.table, options.max_num_batched_tokens, shares_attention=shares)
         self._detokenize = detokenize
         self._live: dict[int, EngineSequence] = {}
         self._ended: list[Finished] = []  # between steps: refused or cancelled
@@ -187,6 +190,8 @@ class EngineLoop:
             pages_in_flight=self.pool.num_in_flight,
             evictions=0 if self.index is None else self.index.num_evictions,
             wanted_evictions=0 if self.index is None else self.index.num_wanted_evictions,
+            shared_attention_rows=c.shared_attention_rows,
+            shared_attention_bytes_saved=c.shared_attention_bytes,
             mean_batch=c.batch_rows / c.steps if c.steps else 0.0,
             plan_s=c.plan_s,
             run_s=c.run_s,
@@ -276,6 +281,10 @@ class EngineLoop:
         counters.computed_tokens += plan.num_tokens - schedule.num_padding
         counters.padding_tokens += schedule.num_padding
         counters.generated_tokens += len(output.tokens) - len(output.failed)
+        if plan.groups is not None:
+            counters.shared_attention_rows += len(plan.groups.sequences)
+            saved = tokens_saved(plan.groups, self.pool.page_size)
+            counters.shared_attention_bytes += saved * self._runner.pool.bytes_per_token
         if counters.preemptions:
             rows, counts = schedule.rows[:num_real], schedule.counts[:num_real]
             again = self.table.max_computed[rows] - self.table.num_computed[rows]

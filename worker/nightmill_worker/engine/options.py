@@ -66,6 +66,7 @@ class LoopOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048  # tokens in one step
     enable_prefix_caching: bool = True
+    enable_shared_attention: bool = True  # attention over pages that decodes share, once for all of them
     max_model_len: int = 4096  # prompt + generated tokens of one sequence
     policy: Policy = Policy.CONTINUOUS
     max_prefill_chunk: int | None = None  # tokens of one sequence in one step; None: the step's budget

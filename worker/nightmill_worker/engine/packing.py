@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from nightmill_worker.engine.groups import find_groups
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule
 from nightmill_worker.engine.step import SampleBatch, StepPlan
@@ -11,8 +12,9 @@ from nightmill_worker.engine.step import SampleBatch, StepPlan
 class Packer:
     """Reads the running table; keeps nothing but what a step has in common with the one before."""
 
-    def __init__(self, table: RunningTable, max_num_batched_tokens: int) -> None:
+    def __init__(self, table: RunningTable, max_num_batched_tokens: int, *, shares_attention: bool = False) -> None:
         self._table = table
+        self._shares_attention = shares_attention
         self._iota = np.arange(max(max_num_batched_tokens, table.page_table.shape[1]), dtype=np.int64)
 
     def pack(self, schedule: Schedule, step: int) -> StepPlan:
@@ -38,6 +40,11 @@ class Packer:
         slots += offset
         if schedule.num_padding:
             slots[-schedule.num_padding :] = 0  # its page may be shared by now: write to the null page
+        context_lens = ends.astype(np.int32)
+        page_tables = self._page_tables(rows, ends)
+        groups = None
+        if self._shares_attention:
+            groups = find_groups(page_tables, context_lens, counts, table.page_size)
         drawing = np.flatnonzero(ends == table.num_tokens[rows])
         return StepPlan(
             step=step,
@@ -45,9 +52,10 @@ class Packer:
             positions=positions.astype(np.int32),
             slots=slots,
             query_starts=query_starts,
-            context_lens=ends.astype(np.int32),
-            page_tables=self._page_tables(rows, ends),
+            context_lens=context_lens,
+            page_tables=page_tables,
             sample=self._sample(rows[drawing], drawing, query_starts),
+            groups=groups,
         )
 
     def _page_tables(self, rows: Rows, ends: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -22,6 +22,8 @@ class Counters:
     preemptions_tier: int = 0
     preemptions_swap: int = 0
     batch_rows: int = 0
+    shared_attention_rows: int = 0
+    shared_attention_bytes: int = 0
     plan_s: float = 0.0
     run_s: float = 0.0
     commit_s: float = 0.0
@@ -58,6 +60,8 @@ class EngineStats:
     pages_in_flight: int
     evictions: int  # cached pages given up for others
     wanted_evictions: int  # of those, with a waiting request that would have used them
+    shared_attention_rows: int  # rows of all steps that were in a prefix group
+    shared_attention_bytes_saved: int  # of KV that attention did not read again; layers with a window counted too
     mean_batch: float  # sequences per step, without padding
     plan_s: float  # host time: deciding and packing
     run_s: float  # in the runner

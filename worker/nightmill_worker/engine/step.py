@@ -39,6 +39,15 @@ class SampleBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixGroups:
+    """Sequences of a step whose first pages are the same page ids. Each has one token, and is in one group at most."""
+
+    starts: NDArray[np.int32]  # [N + 1] group n owns sequences[starts[n]:starts[n+1]]
+    sequences: NDArray[np.int32]  # [M] indices into the step's sequences
+    num_pages: NDArray[np.int32]  # [N] full pages from the first on that are the same for the group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One forward over S sequences and T tokens. A decode is a sequence with one token; nothing else tells it apart."""
 
@@ -50,6 +59,7 @@ class StepPlan:
     context_lens: NDArray[np.int32]  # [S] tokens visible to the sequence's last token in this step, itself included
     page_tables: NDArray[np.int32]  # [S, P] page ids; columns past ceil(context_len / page_size) are NULL_PAGE
     sample: SampleBatch
+    groups: PrefixGroups | None = None  # a hint: a Runner may compute what they share once, or ignore them
 
     @property
     def num_sequences(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
-from nightmill_kernels.metadata import AttentionMetadata
+from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
@@ -154,6 +154,13 @@ def step_tensors(plan: StepPlan) -> StepTensors:
             context_lens=_share(plan.context_lens),
             page_tables=_share(plan.page_tables),
             max_query_len=int(np.diff(plan.query_starts).max(initial=0)),
+            groups=None
+            if plan.groups is None
+            else PrefixGroups(
+                starts=_share(plan.groups.starts),
+                sequences=_share(plan.groups.sequences),
+                num_pages=_share(plan.groups.num_pages),
+            ),
         ),
         sampled=None
         if _is_every_token(token_index, plan.num_tokens)

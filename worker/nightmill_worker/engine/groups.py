@@ -1,0 +1,108 @@
+"""Which rows of a batch have their first pages in common: attention over those is computed once for all of them.
+
+By page ids, not by reference counts: a page that two sequences hold is one id in both tables, and nothing else says
+that a third one's page is the same. Rows are sorted by a few columns of their page tables, so that those with a common
+prefix stand side by side; what neighbours have in common then tells every group. A wrong order could only lose one.
+
+One level: a row is in one group. Where rows share a long prefix within a short one (a system prompt, then examples of
+different tasks), the cut that saves most is taken, for each short prefix apart.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nightmill_worker.engine.step import PrefixGroups
+
+MIN_ROWS = 4
+"""Fewer rows do not repay going over the batch twice."""
+MIN_TOKENS = 128
+"""Nor does a shorter prefix: the kernels share it in blocks of 64 tokens."""
+STATE_TOKENS = 16
+"""What a row costs by being in a group, in tokens of KV not read: its partial sums are written and read."""
+
+_FAR = np.iinfo(np.int64).max
+
+
+def find_groups(
+    page_tables: NDArray[np.int32], context_lens: NDArray[np.int32], counts: NDArray[np.int64], page_size: int
+) -> PrefixGroups | None:
+    """Groups among the sequences with one token in this step; None when there are none.
+
+    Args:
+        page_tables: [S, P], null pages past each context.
+        context_lens: [S].
+        counts: [S] tokens of this step.
+        page_size: Tokens.
+    """
+    fewest = -(-MIN_TOKENS // page_size)
+    rows = np.flatnonzero((counts == 1) & (context_lens >= fewest * page_size))
+    if len(rows) < MIN_ROWS or not _may_share(page_tables[rows, fewest - 1]):
+        return None
+    cuts = _cuts(fewest, page_tables.shape[1])
+    rows = rows[np.lexsort([page_tables[rows, cut - 1] for cut in reversed(cuts)])]
+    common = _common_pages(page_tables[rows], context_lens[rows] // page_size)
+    starts, sizes, pages = _best_runs(common, cuts, page_size)
+    if len(starts) == 0:
+        return None
+    ends = np.cumsum(sizes)
+    within = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+    return PrefixGroups(
+        starts=np.concatenate(([0], ends)).astype(np.int32),
+        sequences=rows[within].astype(np.int32),
+        num_pages=pages.astype(np.int32),
+    )
+
+
+def tokens_saved(groups: PrefixGroups, page_size: int) -> int:
+    """Tokens of KV that attention need not read again in each layer without a window."""
+    return int(((np.diff(groups.starts) - 1) * groups.num_pages.astype(np.int64)).sum()) * page_size
+
+
+def _may_share(ids: NDArray[np.int32]) -> bool:
+    """Some page is in enough rows: the cheap test that most batches without a common prefix end at."""
+    ids = np.sort(ids)
+    return bool((ids[MIN_ROWS - 1 :] == ids[: len(ids) - MIN_ROWS + 1]).any())
+
+
+def _cuts(fewest: int, width: int) -> list[int]:
+    """Page counts at which rows are told apart: `fewest`, twice that, and so on."""
+    cuts = [fewest]
+    while 2 * cuts[-1] <= width:
+        cuts.append(2 * cuts[-1])
+    return cuts
+
+
+def _common_pages(tables: NDArray[np.int32], full_pages: NDArray[np.int32]) -> NDArray[np.int64]:
+    """[n] leading full pages that each row has in common with the row before; 0 for the first."""
+    differs = tables[1:] != tables[:-1]
+    first = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
+    common = np.zeros(len(tables), np.int64)
+    common[1:] = np.minimum(first, np.minimum(full_pages[1:], full_pages[:-1]))
+    return common
+
+
+def _best_runs(common: NDArray[np.int64], cuts: list[int], page_size: int) -> tuple[NDArray[np.int64], ...]:
+    """(starts, sizes, pages) of the runs of neighbours to group, ascending."""
+    root = np.cumsum(common < cuts[0]) - 1  # of each row: the run by the first cut that it is in
+    num_roots = int(root[-1]) + 1
+    runs, worth = [], np.zeros((len(cuts), num_roots))
+    for level, cut in enumerate(cuts):
+        is_start = common < cut
+        starts = np.flatnonzero(is_start)
+        sizes = np.diff(starts, append=len(common))
+        pages = np.minimum.reduceat(np.where(is_start, _FAR, common), starts)
+        kept = np.flatnonzero(sizes >= MIN_ROWS)
+        starts, sizes, pages = starts[kept], sizes[kept], pages[kept]
+        gain = (sizes - 1) * pages * page_size - sizes * STATE_TOKENS
+        worth[level] = np.bincount(root[starts], gain, num_roots)
+        runs.append((starts, sizes, pages, gain))
+        if len(starts) == 0:
+            break
+    best = worth.argmax(axis=0)
+    chosen = [
+        np.stack((starts, sizes, pages))[:, (best[root[starts]] == level) & (gain > 0)]
+        for level, (starts, sizes, pages, gain) in enumerate(runs)
+    ]
+    starts, sizes, pages = np.concatenate(chosen, axis=1)
+    order = np.argsort(starts)
+    return starts[order], sizes[order], pages[order]
