@@ -3,7 +3,8 @@
     python bench/attention.py [--threads N] [--dtype bfloat16|float32] [--repeat N] [--isa NAME]...
 
 The shape is SmolLM2-135M's (9 query heads, 3 KV heads, head size 64), batch 64, contexts near 500, page size 16.
-`unique`: every sequence has pages of its own; `shared`: the first 384 tokens are one set of pages. Each figure is the
+`unique`: every sequence has pages of its own; `shared`: the first 384 tokens are one set of pages; `grouped`: the same,
+and the call is told so (shared-prefix attention), in the same rounds as without. Each figure is the
 best of `repeat` rounds, all ways in turn in each round, so that a busy machine hurts them alike: compare ratios, not
 absolutes. With one thread the clock is the thread's CPU time, which other processes disturb much less. Calls go
 through several pools in turn, so that no pool stays in a cache from one call to the next.
@@ -13,18 +14,20 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import active_isa, use_isa
 from nightmill_kernels.cpu.isa import available_isas
-from nightmill_kernels.paged_attention import AttentionMetadata, paged_attention
+from nightmill_kernels.paged_attention import AttentionMetadata, PrefixGroups, paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
 BATCH, SHARED_TOKENS, CHUNK, LAYERS = 64, 384, 512, 8
 SCALE = HEAD_DIM**-0.5
+Way = TypeVar("Way", str, tuple[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,16 @@ def decode_case(shared: bool, dtype: torch.dtype) -> Case:
     tables[:, common:] = (torch.randperm(BATCH * own) + common + 1).view(BATCH, own)
     starts = torch.arange(BATCH + 1, dtype=torch.int32)
     return _case(starts, contexts, tables, common + BATCH * own + 1, 1, dtype)
+
+
+def grouped(case: Case) -> Case:
+    """The `shared` case, told which pages are the same."""
+    groups = PrefixGroups(
+        starts=torch.tensor([0, BATCH], dtype=torch.int32),
+        sequences=torch.arange(BATCH, dtype=torch.int32),
+        num_pages=torch.tensor([SHARED_TOKENS // PAGE_SIZE], dtype=torch.int32),
+    )
+    return replace(case, meta=replace(case.meta, groups=groups))
 
 
 def prefill_case(dtype: torch.dtype, past: int) -> Case:
@@ -86,7 +99,7 @@ def matmul(dtype: torch.dtype) -> tuple[Callable[[], None], int]:
     return run, 2 * size**3
 
 
-def best_seconds(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, float]:
+def best_seconds(ways: dict[Way, Callable[[], None]], repeat: int) -> dict[Way, float]:
     """Seconds per layer, the best round of each way."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(ways, float("inf"))
@@ -98,6 +111,18 @@ def best_seconds(ways: dict[str, Callable[[], None]], repeat: int) -> dict[str, 
             way()
             best[name] = min(best[name], (clock() - start) / LAYERS)
     return best
+
+
+def compare_decodes(isas: list[str], dtype: torch.dtype, repeat: int) -> None:
+    unique, shared = decode_case(False, dtype), decode_case(True, dtype)
+    for cases in ({"unique": unique}, {"shared": shared, "grouped": grouped(shared)}):
+        ways = {(name, isa): attend(case, isa) for isa in (*isas, "reference") for name, case in cases.items()}
+        times = best_seconds(ways, repeat)
+        for (name, isa), seconds in times.items():
+            ratio = times[name, "reference"] / seconds
+            line = f"decode {name:7s} {isa:12s} {seconds * 1e3:8.3f} ms/layer   {ratio:5.1f}x the reference's speed"
+            gain = f"   {times['shared', isa] / seconds:5.2f}x without groups" if name == "grouped" else ""
+            print(line + gain)
 
 
 def main() -> None:
@@ -115,12 +140,7 @@ def main() -> None:
         if isa not in (*available_isas(), "reference"):
             sys.exit(f"this machine cannot run {isa}: it has {', '.join(available_isas())}")
     print(f"{options.threads} threads, {options.dtype}, best of {options.repeat}, {' '.join(isas)}")
-    for name in ("unique", "shared"):
-        case = decode_case(name == "shared", dtype)
-        times = best_seconds({isa: attend(case, isa) for isa in (*isas, "reference")}, options.repeat)
-        for isa, seconds in times.items():
-            ratio = times["reference"] / seconds
-            print(f"decode {name:7s} {isa:12s} {seconds * 1e3:8.3f} ms/layer   {ratio:5.1f}x the reference's speed")
+    compare_decodes(isas, dtype, options.repeat)
     product, flops = matmul(dtype)
     for past in (0, 1536):
         case = prefill_case(dtype, past)

@@ -1,10 +1,12 @@
 """One step of a model with random weights: a decode batch and a prefill chunk, in ms, and where the time goes.
 
     python bench/model_step.py [--model DIRECTORY] [--batch 64] [--context 500] [--prefill 512] [--dtype bfloat16]
-                               [--threads 2] [--repeat 20] [--sampling greedy|plain|top-p] [--profile]
+                               [--threads 2] [--repeat 20] [--sampling greedy|plain|top-p] [--shared 384]
+                               [--profile]
 
 Without --model the shape is SmolLM2-135M's. The figures are the fastest and the median of `repeat` steps: on a busy
-machine only the fastest means anything. --profile prints torch's operators by their own time.
+machine only the fastest means anything. With --shared N the decode batch's first N tokens lie in one set of pages, and
+the step is run with shared-prefix attention and without in turn. --profile prints torch's operators by their own time.
 """
 
 import argparse
@@ -14,11 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.engine.groups import find_groups
 from nightmill_worker.engine.step import Runner, SampleBatch, StepPlan
 from nightmill_worker.model_recipe import ModelRecipe
 
@@ -50,14 +54,18 @@ def build(options: argparse.Namespace) -> Runner:
         return ModelRecipe(directory=directory, spec=spec, options=engine).build()
 
 
-def plan(runner: Runner, sequences: int, query: int, context: int, sampling: str) -> StepPlan:
-    """`sequences` with `query` new tokens each, the last of which stands at the end of `context` tokens."""
+def plan(runner: Runner, sequences: int, query: int, context: int, sampling: str, shared: int = 0) -> StepPlan:
+    """`sequences` with `query` new tokens each, the last of which stands at the end of `context` tokens.
+
+    The full pages of the first `shared` tokens are those of the first sequence.
+    """
     page_size = runner.pool.page_size
     width = -(-context // page_size)
     if sequences * width >= runner.pool.num_pages:
         sys.exit(f"the pool has {runner.pool.num_pages} pages, {sequences * width} are needed: raise --pool-mib")
     generator = np.random.default_rng(0)
     tables = (generator.permutation(sequences * width) + 1).reshape(sequences, width).astype(np.int32)
+    tables[:, : shared // page_size] = tables[0, : shared // page_size]
     positions = np.arange(context - query, context)
     slots = tables[:, positions // page_size].astype(np.int64) * page_size + positions % page_size
     temperature, top_k, top_p = SAMPLING[sampling]
@@ -102,6 +110,29 @@ def measure(run: Callable[[], object], repeat: int) -> tuple[float, float]:
     return min(times), statistics.median(times)
 
 
+def compare_shared(runner: Runner, options: argparse.Namespace) -> None:
+    """The decode step with and without groups, in turn."""
+    off = plan(runner, options.batch, 1, options.context, options.sampling, options.shared)
+    counts = np.ones(options.batch, np.int64)
+    on = replace(off, groups=find_groups(off.page_tables, off.context_lens, counts, runner.pool.page_size))
+    if on.groups is None:
+        sys.exit("nothing is worth sharing: raise --shared or --batch")
+    times: dict[str, list[float]] = {"on": [], "off": []}
+    for _ in range(options.repeat):
+        for name, step in (("off", off), ("on", on)):
+            times[name].append(measure(lambda step=step: runner.run(step), 1)[0])  # type: ignore[misc]
+    ratio = min(times["off"]) / min(times["on"])
+    for name, ms in times.items():
+        print(
+            f"decode   {options.batch}×1 at {options.context}, {options.shared} shared, shared attention {name:3}: "
+            f"{min(ms):7.2f} ms (median {statistics.median(ms):.2f})"
+        )
+    print(
+        f"ratio    {ratio:.3f} by the fastest, {statistics.median(times['off']) / statistics.median(times['on']):.3f}"
+        " by the medians"
+    )
+
+
 def print_operators(runner: Runner, step: StepPlan) -> None:
     from torch.profiler import ProfilerActivity, profile
 
@@ -122,6 +153,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--pool-mib", type=int, default=2048)
     parser.add_argument("--sampling", choices=SAMPLING, default="greedy")
+    parser.add_argument("--shared", type=int, default=0, help="tokens that the decode batch has in common")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     runner = build(options)  # as the engine process does: it decides how torch's threads wait, then loads torch
@@ -141,6 +173,8 @@ def main() -> None:
         print(f"{name:8} {sequences}×{query} at {context}: {fastest:7.2f} ms (median {median:.2f}), {rate:,.0f} tok/s")
         if options.profile:
             print_operators(runner, step)
+    if options.shared:
+        compare_shared(runner, options)
 
 
 if __name__ == "__main__":
