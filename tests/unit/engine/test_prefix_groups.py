@@ -160,6 +160,20 @@ def test_the_loop_groups_nothing_when_told_not_to(make_drill, make_request, off)
     assert drill.loop.stats().shared_attention_rows == 0
 
 
+def test_groups_stay_true_when_rows_come_and_go(make_drill, make_request):
+    """The fake model audits every plan's groups, and its answers show a wrong page."""
+    drill = make_drill(max_model_len=400, num_pages=90, max_num_seqs=8, max_num_batched_tokens=64)
+    drill.add(*(make_request(i, (*PREFIX[: 130 + 40 * (i % 2)], i), max_tokens=5 + i % 9) for i in range(24)))
+    for step in range(60):
+        drill.step()
+        if step % 3 == 0:
+            drill.preempt(step % 24)
+        if step % 11 == 0:
+            drill.cancel(23 - step // 11)
+    drill.drain()
+    assert drill.loop.stats().shared_attention_rows > 20
+
+
 def plan_with(groups: PrefixGroups) -> StepPlan:
     tables = tables_of(*(list(range(1, 11)) + own(i, 2) for i in range(5)))
     contexts = np.full(5, 12 * PAGE - 4, np.int32)
