@@ -9,6 +9,7 @@ from typing import Any
 from nightmill.errors import RowError, RowErrorCode
 
 MAX_STOP_STRINGS = 16
+MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,12 @@ class SamplingParams:
             raise RowError(
                 RowErrorCode.INVALID_SAMPLING_PARAMS, f"n must be 1, not {self.n}: one row has one completion"
             )
+        if not all(self.stop):
+            raise _invalid("stop must not hold an empty string: it would end every completion before its first token")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _invalid(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}")
+        if not all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.stop_token_ids):
+            raise _invalid(f"stop_token_ids must lie between 0 and {MAX_TOKEN_ID}")
         if self.min_tokens > self.max_tokens:
             raise RowError(
                 RowErrorCode.INVALID_SAMPLING_PARAMS,
@@ -87,6 +94,8 @@ def merge_sampling(base: SamplingParams, override: Mapping[str, Any] | str | Non
             override = json.loads(override)
         except (ValueError, RecursionError) as error:
             raise _invalid(f"sampling_params is not valid JSON: {error}") from error
+        if override is None:
+            return base
     if not isinstance(override, Mapping):
         raise _invalid(f"sampling_params must be an object, not {type(override).__name__}")
     changes: dict[str, Any] = {}
@@ -109,13 +118,11 @@ def _coerce(name: str, value: object) -> object:
         return value
     if name == "stop":
         strings = (value,) if isinstance(value, str) else value
-        if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
-            raise _invalid("stop must be a non-empty string or a list of them")
-        if len(strings) > MAX_STOP_STRINGS:
-            raise _invalid(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS}")
+        if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
+            raise _invalid("stop must be a string or a list of them")
         return tuple(strings)
     if name == "stop_token_ids":
-        if not isinstance(value, (list, tuple)) or not all(_is_integer(i) and i >= 0 for i in value):
+        if not isinstance(value, (list, tuple)) or not all(_is_integer(i) for i in value):
             raise _invalid("stop_token_ids must be a list of token ids")
         return tuple(int(i) for i in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -126,9 +133,13 @@ def _coerce(name: str, value: object) -> object:
             raise _invalid(f"{name} must be a whole number, not {value!r}")
         # vLLM and OpenAI write "all" as -1.
         return 0 if name == "top_k" and value == -1 else int(value)
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # JSON integers have no end
+        number = math.inf
+    if not math.isfinite(number):
         raise _invalid(f"{name} must be finite, not {value!r}")
-    return float(value)
+    return number
 
 
 def _is_integer(value: object) -> bool:

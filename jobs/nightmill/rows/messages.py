@@ -6,6 +6,9 @@ from typing import Any
 from nightmill.errors import RowError, RowErrorCode
 from nightmill.reader.text import sanitized
 
+MAX_DEPTH = 64
+"""Of lists and objects in a message: no template looks deeper, and Python's stack ends at a few hundred."""
+
 
 def clean_messages(value: object) -> list[dict[str, Any]]:
     """Check and normalise the messages of one row.
@@ -71,16 +74,24 @@ def _says_something(message: dict[str, Any]) -> bool:
     return bool((isinstance(content, str) and content.strip()) or message.get("tool_calls"))
 
 
-def plain(value: object) -> Any:
-    """Lists and dicts without null members, text sanitised; Arrow maps (lists of pairs) become dicts."""
+def plain(value: object, *, depth: int = 0) -> Any:
+    """Lists and dicts without null members, text sanitised; Arrow maps (lists of pairs) become dicts.
+
+    Raises:
+        RowError: `invalid_messages`, for what is nested more than MAX_DEPTH levels deep.
+    """
     if isinstance(value, str):
         return sanitized(value)
+    if depth > MAX_DEPTH and isinstance(value, (dict, list)):
+        raise _invalid(f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
-        return {sanitized(str(key)): plain(member) for key, member in value.items() if member is not None}
+        return {
+            sanitized(str(key)): plain(member, depth=depth + 1) for key, member in value.items() if member is not None
+        }
     if isinstance(value, list):
         if value and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-            return plain(dict(value))
-        return [plain(item) for item in value]
+            return plain(dict(value), depth=depth)
+        return [plain(item, depth=depth + 1) for item in value]
     return value
 
 

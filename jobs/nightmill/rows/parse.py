@@ -158,20 +158,50 @@ def _cells(batch: pa.RecordBatch, columns: InputColumns) -> Iterator[dict[str, A
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Python values of a column. Arrow does not check that strings are UTF-8: one bad cell must not stop the rest."""
+    """Python values of a column. Not every Arrow value has one: one bad cell must not stop the rest."""
     try:
         values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):  # not UTF-8, nanoseconds, a year that Python does not count to
         return [_decoded(scalar) for scalar in column]
     return values
 
 
 def _decoded(scalar: pa.Scalar) -> Any:
+    if types.is_dictionary(scalar.type):
+        scalar = scalar.value
     try:
-        return scalar.as_py()
+        return _leafwise(scalar)
     except UnicodeDecodeError as error:
-        if types.is_dictionary(scalar.type):
-            scalar = scalar.value
         if types.is_nested(scalar.type):
             return _BadCell(f"not valid UTF-8: {error}")
         return bytes(scalar.as_buffer()).decode("utf-8", "replace")
+    except (ValueError, OverflowError) as error:
+        return _BadCell(f"cannot be read: {error}")
+
+
+def _leafwise(scalar: pa.Scalar) -> Any:
+    """As `as_py`, but a time that Python has no object for is its text."""
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if types.is_struct(kind):
+        if kind.num_fields > len({field.name for field in kind}):
+            raise ValueError("two members of a struct have one name")
+        return {field.name: _leafwise(scalar[index]) for index, field in enumerate(kind)}
+    if types.is_map(kind):
+        return [(_leafwise(pair[0]), _leafwise(pair[1])) for pair in scalar.values]
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_leafwise(item) for item in scalar.values]
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):
+        if types.is_temporal(kind):
+            return _time_text(scalar)
+        raise
+
+
+def _time_text(scalar: pa.Scalar) -> str:
+    try:
+        return str(scalar.cast(pa.string()).as_py())
+    except pa.ArrowException:  # a time zone nobody knows
+        return str(scalar.value)

@@ -68,7 +68,8 @@ def asks_logprobs(source_schema: pa.Schema, spec: JobSpec) -> bool:
     if "sampling_params" not in source_schema.names:
         return False
     kind = source_schema.field("sampling_params").type
-    return bool(types.is_struct(kind) and kind.get_field_index("logprobs") >= 0)
+    # JSON and maps show their keys row by row, and the schema is fixed before the first.
+    return not types.is_struct(kind) or kind.get_field_index("logprobs") >= 0
 
 
 def job_source_schema(sources: Sequence[SourceFile], spec: JobSpec, *, storage: Storage | None = None) -> pa.Schema:

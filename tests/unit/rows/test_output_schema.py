@@ -71,6 +71,7 @@ def test_output_column() -> None:
         (None, {"sampling": SamplingParams(logprobs=0)}, True),
         (pa.struct([("temperature", pa.float64())]), {}, False),
         (pa.struct([("logprobs", pa.int64())]), {}, True),
+        (pa.string(), {}, True),  # JSON: nobody knows before the last row
     ],
 )
 def test_logprobs_when_asked(params: pa.DataType | None, spec: dict[str, Any], present: bool) -> None:

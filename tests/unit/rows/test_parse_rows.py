@@ -132,6 +132,41 @@ def test_bad_utf8_in_nested_messages_is_that_rows_error() -> None:
     assert codes(rows) == ["invalid_messages", None]
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (pa.timestamp("ns"), 10**18 + 1, "2001-09-09 01:46:40.000000001"),
+        (pa.timestamp("us"), 2**62, None),  # the year 148107
+        (pa.timestamp("us", "Mars/Phobos"), 7, "7"),
+        (pa.duration("ns"), 7, "7"),
+    ],
+)
+def test_a_time_that_python_cannot_hold_is_its_text(kind: pa.DataType, value: int, text: str | None) -> None:
+    item = pa.struct([("role", pa.string()), ("content", pa.string()), ("at", kind)])
+    messages = [[{"role": "user", "content": "hi", "at": pa.scalar(value, pa.int64()).cast(kind)}], None]
+    rows = parse({"messages": pa.array(messages, pa.list_(item))})
+    assert codes(rows) == [None, "null_prompt"]
+    assert isinstance(rows[0], InputRow)
+    assert rows[0].messages is not None
+    at = rows[0].messages[0].pop("at")
+    assert isinstance(at, str)
+    assert text is None or at == text
+    assert rows[0].messages == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 980])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_deep_messages_are_that_rows_error(depth: int, opening: str, closing: str) -> None:
+    deep = f'[{{"role":"user","content":"a","x":{opening * depth}1{closing * depth}}}]'
+    rows = parse({"messages": [deep, '[{"role":"user","content":"b","x":[[[1]]]}]']})
+    assert codes(rows) == ["invalid_messages", None]
+
+
+def test_a_struct_with_two_members_of_one_name_is_a_row_error() -> None:
+    params = pa.StructArray.from_arrays([pa.array([1, 2]), pa.array([3, 4])], ["seed", "seed"])
+    assert codes(parse({"prompt": ["a", "b"], "sampling_params": params})) == ["invalid_sampling_params"] * 2
+
+
 # Ids.
 
 
@@ -163,7 +198,8 @@ def test_a_row_overrides_the_job() -> None:
     ):
         row = one({"prompt": ["a"], "sampling_params": [override]}, sampling=base)
         assert row.sampling == SamplingParams(temperature=1.0, max_tokens=9, stop=("x",))
-    assert one({"prompt": ["a"], "sampling_params": pa.nulls(1)}, sampling=base).sampling == base
+    for nothing in (pa.nulls(1), ["null"], ["{}"]):
+        assert one({"prompt": ["a"], "sampling_params": nothing}, sampling=base).sampling == base
 
 
 def test_structs_are_padded_and_one_row_asks_less() -> None:
@@ -186,6 +222,11 @@ def test_structs_are_padded_and_one_row_asks_less() -> None:
         ("{", "not valid JSON"),
         ("", "not valid JSON"),
         ('{"a":' * 100_000, "not valid JSON"),
+        (f'{{"temperature": 1{"0" * 400}}}', "finite"),
+        (f'{{"top_k": 1{"0" * 400}}}', "top_k must be between"),
+        ('{"stop": ["x", ""]}', "empty string"),
+        (f'{{"stop_token_ids": [1{"0" * 400}]}}', "stop_token_ids must lie between"),
+        ('{"stop_token_ids": [-1]}', "stop_token_ids must lie between"),
     ],
 )
 def test_bad_sampling_params(override: str, says: str) -> None:
