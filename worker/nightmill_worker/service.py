@@ -281,6 +281,8 @@ class EngineService:
         process = multiprocessing.get_context("spawn").Process(target=engine_main, args=arguments, name="engine")
         process.start()
         self._process = process
+        if self._closing:  # between the two: close() found no process to kill
+            process.kill()
         # Only the child may hold these now, or its death would not close the pipes.
         engine_inbox.close()
         engine_outbox.close()

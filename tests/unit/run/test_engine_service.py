@@ -19,6 +19,7 @@ from nightmill.states import Tier
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
+from nightmill_worker.wire import EngineSetup
 
 POISON = 999
 OPTIONS = LoopOptions(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256)
@@ -33,6 +34,22 @@ def request(request_id: int, *, prompt: tuple[int, ...] = (5, 6, 7), max_tokens:
         sampling=SamplingParams(max_tokens=max_tokens),
         seed=request_id,
     )
+
+
+def test_closing_while_the_process_is_being_spawned_leaves_nothing_behind() -> None:
+    setup = EngineSetup(
+        runner_config=ScriptedConfig(load_s=60),
+        loop_options=OPTIONS,
+        tokenizer_dir=None,
+        parent_pid=os.getpid(),
+        step_timeout_s=None,
+        dump_path=None,
+    )
+    service = EngineService(setup, max_outstanding=8)
+    service._attendant.start()
+    service.close(timeout_s=0)
+    assert not service._attendant.is_alive()
+    assert service._process is None or not service._process.is_alive()
 
 
 def collect(service: EngineService, count: int, deadline_s: float = 30) -> list[Finished]:
