@@ -162,6 +162,35 @@ def test_ctrl_c_once_drains_and_keeps_everything_finished(bench: Bench, expected
     assert {path: parts(bench)[path] for path in before} == before
 
 
+def test_a_drain_that_finds_everything_finished_finishes_the_job(bench: Bench) -> None:
+    bench.write(8)
+    with bench.spawn(*bench.run_arguments('{"step_s": 0.3}')) as process:
+        wait_until(lambda: list(bench.output.glob("_nightmill/*/shard-*/inflight.json")), process)
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+    assert summary(ended)["rows_ok"] == 8
+    assert "once more" in ended.err
+    assert (bench.output / "_SUCCESS").exists()
+
+
+def test_a_closed_stderr_does_not_stop_the_run(bench: Bench) -> None:
+    bench.write(20)
+    with bench.spawn(*bench.run_arguments()) as process:
+        assert process.stderr is not None
+        process.stderr.close()  # as `2>&1 | head -1` does
+        process.stderr = None
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(out)["rows_ok"] == 20
+
+
+def test_closed_standard_descriptors_get_no_files_of_ours(bench: Bench) -> None:
+    bench.write(20)
+    ended = bench.call(*bench.run_arguments(), wrapper=["sh", "-c", 'exec "$@" <&- 2>&-', "sh"])
+    assert json.loads(ended.out)["rows_ok"] == 20
+    assert len(bench.rows()) == 20
+
+
 def test_sigterm_drains_too(bench: Bench) -> None:
     bench.write(ROWS)
     with bench.spawn(*bench.run_arguments(SLOW)) as process:

@@ -22,7 +22,7 @@ class InterruptedRunError(NightmillError):
     code = "interrupted"
 
     def __init__(self, number: int, message: str | None = None, *, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint or "Run the same command again to resume.")
         self.exit_code = ExitCode.TERMINATED if number == signal.SIGTERM else ExitCode.INTERRUPTED
 
 

@@ -139,6 +139,7 @@ class EmbeddedRun:
     def _watch(self, job: JobInfo, crew: ShardCrew, supervisor: EngineSupervisor) -> None:
         limit = job.options.max_failed_rows
         self._meter.begin()
+        told = False
         while crew.take_turn():
             progress = self._meter.look(crew, supervisor, draining=self._drain.requested)
             self._reporter.progress(progress)
@@ -146,8 +147,10 @@ class EmbeddedRun:
                 message = f"{progress.rows_failed:,} rows failed; --max-failed-rows allows {limit:,}"
                 self._store.fail_job(job.job_id, ErrorBudgetExceededError.code, message)
                 crew.stop()
-            if self._drain.requested:
+            if self._drain.requested and not told:
+                told = True
                 supervisor.stop_admitting()
+                self._reporter.note("stopping: rows that run may finish; once more (Ctrl-C) stops at once")
             crew.wait(LOOK_S)
 
     def _interruption(self, job: JobInfo) -> InterruptedRunError:
@@ -157,7 +160,6 @@ class EmbeddedRun:
         return InterruptedRunError(
             number,
             f"stopped by {signal.Signals(number).name}: {finished:,} of {rows.total:,} rows are finished and kept",
-            hint="Run the same command again to resume.",
         )
 
     def _start_engine(self) -> EngineService:

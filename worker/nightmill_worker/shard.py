@@ -189,9 +189,10 @@ class ShardRun:
             for outcome in mailbox.collect(TURN_S, or_room=not exhausted and not self._drain.requested):
                 self._take(outcome)
             self._tell(mailbox)
-            if self._must_stop(mailbox):
+            finished = exhausted and not self._pending
+            if self._must_stop(mailbox, finished=finished):
                 return False
-            if exhausted and not self._pending:
+            if finished:
                 return True
             if self._writer.pending and time.monotonic() - self._flushed_at > CHECKPOINT_S:
                 self._flush()
@@ -257,9 +258,11 @@ class ShardRun:
         self._writer.flush()
         self._flushed_at = time.monotonic()
 
-    def _must_stop(self, mailbox: Mailbox) -> bool:
+    def _must_stop(self, mailbox: Mailbox, *, finished: bool) -> bool:
         if self._lost or self._job_stopped:
             return True
+        if finished:  # only the part is left to write: sooner done than done again
+            return False
         return self._drain.requested and (mailbox.in_engine == 0 or self._drain.at_once)
 
     def _tell(self, mailbox: Mailbox) -> None:
