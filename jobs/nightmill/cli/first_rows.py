@@ -46,15 +46,19 @@ def _rows(info: JobInfo, shards: list[CommittedShard], limit: int) -> Iterator[F
             own = prefix + "custom_id"
             names = {
                 "custom_id": own if own in file.schema_arrow.names else "custom_id",
+                "source_file": prefix + "source_file",
+                "row_index": prefix + "row_index",
                 "completion": prefix + info.spec.output_column,
                 "finish_reason": prefix + "finish_reason",
                 "error_code": prefix + "error_code",
             }
             for batch in file.iter_batches(batch_size=min(left, 1024), columns=list(names.values())):
                 columns = [batch.column(name).to_pylist() for name in names.values()]
-                for custom_id, completion, finish_reason, error_code in zip(*columns, strict=True):
+                for custom_id, source_file, row_index, completion, finish_reason, error_code in zip(
+                    *columns, strict=True
+                ):
                     yield FirstRow(
-                        custom_id=str(custom_id),
+                        custom_id=f"{source_file}#{row_index}" if custom_id is None else str(custom_id),
                         completion=completion,
                         finish_reason=finish_reason,
                         error_code=error_code,

@@ -1,13 +1,16 @@
 """`nightmill`: the command group. A command's module is imported when that command is asked for, and not before."""
 
 import importlib
+import os
 import sys
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from nightmill import __version__
-from nightmill.cli.show import show_error
+from nightmill.cli.show import show_error, show_note
 from nightmill.errors import ExitCode, NightmillError
 
 if TYPE_CHECKING:
@@ -71,9 +74,31 @@ class NightmillGroup(click.Group):
         except BrokenPipeError:  # `nightmill errors … | head`
             sys.stderr.close()
             ctx.exit(ExitCode.DONE)
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            show_note("interrupted")
+            ctx.exit(ExitCode.INTERRUPTED)
+        except OSError as error:
+            show_error(NightmillError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
+            ctx.exit(ExitCode.FAILED)
+        except Exception as error:  # noqa: BLE001 - the user gets words; who wants the stack asks for it
+            show_error(_bug(error))
+            ctx.exit(ExitCode.FAILED)
         if isinstance(result, int):
             ctx.exit(result)
         return result
+
+
+def _bug(error: Exception) -> NightmillError:
+    if os.environ.get("NIGHTMILL_LOG_LEVEL", "").lower() == "debug":
+        traceback.print_exception(error)
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "nightmill" in frame.filename]
+    place = f", in {Path(ours[-1].filename).name} line {ours[-1].lineno}" if ours else ""
+    return NightmillError(
+        f"this is a bug in nightmill: {type(error).__name__}: {error}{place}",
+        hint="Finished rows are kept. NIGHTMILL_LOG_LEVEL=debug shows the stack: please report it.",
+    )
 
 
 def _plugins() -> "list[EntryPoint]":
@@ -90,6 +115,18 @@ def _load(point: "EntryPoint") -> click.Command:
             f"`nightmill {point.name}` needs packages that are not installed: {error}",
             hint="pip install 'nightmill[worker]' installs them.",
         ) from error
+
+
+def open_standard_streams() -> None:
+    """Point descriptors 0 to 2 that are closed at nothing: the next file opened would get what is written there."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Takes the lowest number that is free; the engine process needs it, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _command(value: object) -> click.Command:
@@ -115,6 +152,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    open_standard_streams()
     try:
         cli(prog_name="nightmill")
     except NightmillError as error:  # from loading a command, before `invoke`

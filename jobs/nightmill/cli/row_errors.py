@@ -90,7 +90,7 @@ def _failed_rows(info: JobInfo, shards: list[CommittedShard], code: str | None) 
                     yield FailedRow(
                         source_file=source_file,
                         row_index=row_index,
-                        custom_id=str(custom_id),
+                        custom_id=f"{source_file}#{row_index}" if custom_id is None else str(custom_id),
                         error_code=error_code,
                         error_message=message,
                     )

@@ -1,5 +1,6 @@
 """How commands talk: data on stdout, everything else on stderr."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,14 +13,15 @@ from nightmill.errors import NightmillError
 
 def show_error(error: NightmillError) -> None:
     """What happened and where; then, on its own line, what to do."""
-    click.echo(f"{click.style('error', fg='red', bold=True)}: {error.message}", err=True)
+    show_note(f"{click.style('error', fg='red', bold=True)}: {error.message}")
     if error.hint:
-        click.echo(f"  {error.hint}", err=True)
+        show_note(f"  {error.hint}")
 
 
 def show_note(text: str) -> None:
     """A line for the person at the terminal."""
-    click.echo(text, err=True)
+    with contextlib.suppress(OSError):  # nobody reads stderr any more (`2>&1 | head`): no reason to stop
+        click.echo(text, err=True)
 
 
 def show_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -234,6 +234,12 @@ def test_a_flag_that_does_nothing_yet_is_refused(flag: str) -> None:
         (["--expires-in", "soon"], "not a duration"),
         (["--kv-cache-memory-bytes", "lots"], "not a size"),
         (["--swap-space", "-1"], "not a size"),
+        (["--kv-cache-memory-bytes", "9" * 400], "not a size"),
+        (["--expires-in", "9" * 400 + "d"], "not a duration"),
+        (["--stop", ""], "empty string"),
+        (["--stop", "\udcff"], "--stop is not valid UTF-8"),
+        (["--system-prompt", "\udcff"], "--system-prompt is not valid UTF-8"),
+        (["--stop-token-ids", "-1"], "stop_token_ids"),
     ],
 )
 def test_bad_values_are_usage_errors_with_the_reason(flags: list[str], words: str) -> None:
@@ -258,6 +264,46 @@ def test_a_model_that_does_not_exist_is_exit_3(tmp_path: Path) -> None:
     assert "no-model" in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_an_id_of_their_own_are_shown_by_place(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, make_tokenizer(tmp_path / "tokenizer"))
+    bench.write(["5 6", None], custom_id=pa.nulls(2, pa.string()))
+    bench.run()
+    (row,) = [json.loads(line) for line in call(bench, "errors", str(bench.output), "--json").stdout.splitlines()]
+    assert row["custom_id"] == "in.parquet#1"
+    first = json.loads(call(bench, "results", str(bench.output), "--limit", "1", "--json").stdout)
+    assert first["custom_id"] == "in.parquet#0"
+
+
+def test_a_bug_is_told_in_words_and_with_its_stack_on_demand(
+    finished: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a wheel came off")
+
+    monkeypatch.setattr("nightmill.cli.status.find_job", broken)
+    result = call(finished, "status")
+    assert result.exit_code == ExitCode.FAILED
+    assert "RuntimeError: a wheel came off" in result.stderr
+    assert "NIGHTMILL_LOG_LEVEL=debug" in result.stderr
+    assert "Traceback" not in result.stderr
+    monkeypatch.setenv("NIGHTMILL_LOG_LEVEL", "debug")
+    assert "Traceback" in call(finished, "status").stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left"), 1)])
+def test_interrupts_and_disk_errors_are_told_in_words(
+    finished: Bench, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("nightmill.cli.status.find_job", broken)
+    result = call(finished, "status")
+    assert result.exit_code == code
+    assert ("No space left" if code == 1 else "interrupted") in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 LIGHT = """

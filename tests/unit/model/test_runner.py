@@ -108,7 +108,7 @@ def test_unknown_choices_are_refused(config: ModelRunnerConfig, changes: dict[st
 
 def test_a_pool_too_small_for_one_sequence_is_refused(config: ModelRunnerConfig) -> None:
     options = replace(config.options, pool_bytes=16 << 10)  # 16 KiB: 31 usable pages of 4 tokens
-    with pytest.raises(ModelError, match="holds 124 tokens; one sequence of max_model_len 128"):
+    with pytest.raises(ModelError, match="holds 124 tokens; one sequence of 128 tokens"):
         replace(config, options=options).build()
     spec = replace(config.spec, max_model_len=124)
     assert replace(config, options=options, spec=spec).build().pool.num_pages == 32

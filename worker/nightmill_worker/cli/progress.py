@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from nightmill.cli.show import show_note
 from nightmill_worker.report import Reporter, RunProgress, SilentReporter
 
 PLAIN_EVERY_S = 5.0
@@ -50,11 +50,11 @@ class PlainReporter(ProgressReporter):
 
     def phase(self, text: str) -> None:
         """A line."""
-        click.echo(text, err=True)
+        show_note(text)
 
     def note(self, text: str) -> None:
         """A line."""
-        click.echo(text, err=True)
+        show_note(text)
 
     def progress(self, progress: RunProgress) -> None:
         """A line, if the last one is old enough."""
@@ -62,7 +62,7 @@ class PlainReporter(ProgressReporter):
         if now - self._said_at >= self._every_s:
             self._said_at = now
             done = progress.rows_completed + progress.rows_failed
-            click.echo(f"{done:,}/{progress.rows_total:,} rows  {_rates(progress)}", err=True)
+            show_note(f"{done:,}/{progress.rows_total:,} rows  {_rates(progress)}")
 
 
 class LiveReporter(ProgressReporter):

@@ -48,6 +48,7 @@ def run(inputs: tuple[str, ...], output: str, as_json: bool, quiet: bool, **flag
     INPUT is a Parquet file, a folder of them, a quoted glob, or a .jsonl file in OpenAI's batch form. Each row gives
     one output row, with all its columns, in the same order: a completion, or an error_code that says why not.
     """
+    _refuse_bad_text({"INPUT": inputs, "output": output, **flags})
     spec, options, engine = _read_flags(inputs, output, flags)
     from nightmill_worker.cli.progress import terminal_reporter
     from nightmill_worker.drain import Drain
@@ -127,6 +128,15 @@ def _read_flags(
     return spec, options, engine
 
 
+def _refuse_bad_text(flags: dict[str, Any]) -> None:
+    """Bytes that are no UTF-8 reach us as surrogates, which no file and no database of ours can hold."""
+    for name, value in flags.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not text.isascii() and text != text.encode(errors="replace").decode():
+                flag = name if name.isupper() else "--" + name.replace("_", "-")
+                raise click.UsageError(f"{flag} is not valid UTF-8: {text!r}")
+
+
 def _sampling(flags: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**{name: flags[name] for name in _SAMPLING_FLAGS})
@@ -148,7 +158,10 @@ def _show_summary(result: "RunResult") -> None:
 
     from nightmill_worker.cli.summary import summary_table
 
-    Console(stderr=True, highlight=False).print(summary_table(result.job, result.summary))
+    console = Console(stderr=True, highlight=False)
+    with console.capture() as table:
+        console.print(summary_table(result.job, result.summary))
+    show_note(table.get().rstrip("\n"))
 
 
 def _exit_code(result: "RunResult") -> int:

@@ -8,6 +8,8 @@ import click
 from nightmill_worker.cli.sections import section
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MAX_DURATION_S = 100 * 365 * 86400
+_MAX_BYTES = 2**63
 _BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -19,9 +21,10 @@ class Duration(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
-        if match is None or float(match[1]) <= 0:
-            self.fail(f"{value!r} is not a duration like 90s, 30m, 12h or 2d", param, ctx)
-        return float(match[1]) * _SECONDS[match[2] or "s"]
+        seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match else 0.0
+        if not 0 < seconds <= _MAX_DURATION_S:
+            self.fail(f"{_shown(value)} is not a duration like 90s, 30m, 12h or 2d", param, ctx)
+        return seconds
 
 
 class ByteSize(click.ParamType[int]):
@@ -32,9 +35,15 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
-        if match is None or float(match[1]) <= 0:
-            self.fail(f"{value!r} is not a size like 512M or 4G", param, ctx)
-        return int(float(match[1]) * _BYTES[match[2]])
+        size = float(match[1]) * _BYTES[match[2]] if match else 0.0
+        if not 0 < size < _MAX_BYTES:
+            self.fail(f"{_shown(value)} is not a size like 512M or 4G", param, ctx)
+        return int(size)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 class SwapSpace(ByteSize):

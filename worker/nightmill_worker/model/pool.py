@@ -64,9 +64,9 @@ def plan_pool(config: ModelConfig, options: EngineOptions, *, dtype: str, max_mo
     needed = 1 + -(-max_model_len // page_size)
     if num_pages < needed:
         raise ModelError(
-            f"the KV pool of {budget / 2**20:.0f} MiB holds {max(0, num_pages - 1) * page_size} tokens; "
-            f"one sequence of max_model_len {max_model_len} needs {needed * bytes_per_page / 2**20:.0f} MiB",
-            hint="Pass a smaller --max-model-len or a larger pool.",
+            f"the KV pool of {_size(budget)} holds {max(0, num_pages - 1) * page_size:,} tokens; "
+            f"one sequence of {max_model_len:,} tokens (--max-model-len) needs {_size(needed * bytes_per_page)}",
+            hint="Pass a smaller --max-model-len or a larger --kv-cache-memory-bytes.",
         )
     return PoolShape(num_pages=num_pages, page_size=page_size, bytes_per_token=bytes_per_token)
 
@@ -89,6 +89,10 @@ def zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with contextlib.suppress(OSError):  # kernels built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(dims)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes >= 10 << 20 else f"{num_bytes:,} bytes"
 
 
 def _available_memory_bytes() -> int:
