@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nightmill.records import ModelSpec
 from nightmill_worker.model.source import resolve_model
@@ -10,6 +11,10 @@ from nightmill_worker.model.threads import limit_spinning
 
 # Before a test loads torch: threads that spin take the cores from the processes that the tests start.
 limit_spinning()
+
+# On a busy machine one example takes as long as it takes: time is measured by benchmarks, not by tests.
+settings.register_profile("nightmill", deadline=None)
+settings.load_profile("nightmill")
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,8 @@ def find_job(store: Store, reference: str | None) -> JobInfo:
         if not last:
             raise NotFoundError("there are no jobs in this store yet", hint=_WHERE)
         return last[0]
+    if not reference or reference != reference.encode(errors="replace").decode():
+        raise NotFoundError(f"no job has the id or the output {reference!r}", hint=_WHERE)
     if "/" not in reference and "\\" not in reference:
         try:
             return store.job(reference)

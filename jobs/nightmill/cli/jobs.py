@@ -7,6 +7,8 @@ from nightmill.cli.job_view import job_object
 from nightmill.cli.show import iso, json_option, show_json, show_table
 from nightmill.states import JobStatus
 
+_MOST = 2**31  # a database's integers end somewhere
+
 
 @click.command("list", epilog="Example: nightmill list --status in_progress")
 @click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="At most this many, newest first.")
@@ -15,7 +17,7 @@ from nightmill.states import JobStatus
 def list_jobs(limit: int, status: str | None, as_json: bool) -> None:
     """List jobs, newest first."""
     with open_store() as store:
-        found = store.jobs(limit=limit, status=JobStatus(status) if status else None)
+        found = store.jobs(limit=min(limit, _MOST), status=JobStatus(status) if status else None)
     if as_json:
         show_json([job_object(job) for job in found])
         return

@@ -89,6 +89,17 @@ def test_an_unknown_job_is_exit_4_and_says_what_to_do(finished: Bench) -> None:
         assert result.stdout == ""
 
 
+@pytest.mark.parametrize("reference", ["", "\udcff", "a/\udcff"])
+def test_what_can_be_no_jobs_name_is_exit_4(finished: Bench, reference: str) -> None:
+    result = call(finished, "status", reference)
+    assert result.exit_code == ExitCode.NOT_FOUND
+    assert "no job has" in result.stderr
+
+
+def test_list_takes_any_limit(finished: Bench) -> None:
+    assert len(data(finished, "list", "--limit", "9" * 30)) == 1
+
+
 def test_a_store_without_jobs_is_exit_4(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["status"], env={"NIGHTMILL_HOME": str(tmp_path / "empty")})
     assert result.exit_code == ExitCode.NOT_FOUND
