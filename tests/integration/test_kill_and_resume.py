@@ -5,6 +5,7 @@ Guarantees 1, 2 and 3. The processes are real ones, the model is the scripted on
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -249,6 +250,18 @@ def test_case_I062_a_row_that_takes_the_whole_process_along_is_found(bench: Benc
     assert {row["row_index"]: row["error_code"] for row in rows if row["error_code"]} == {77: "quarantined"}
     assert [row["row_index"] for row in rows] == list(range(200))
     assert deaths <= 4 + 5 + 1  # to be suspected, to be halved out of 24, and alone
+
+
+def test_after_kill_9_the_output_may_be_removed_and_the_job_begun_anew(bench: Bench) -> None:
+    bench.write(ROWS)
+    command = bench.run_arguments(SLOW)
+    with bench.spawn(*command) as process:
+        wait_until(lambda: len(parts(bench)) >= 1, process)
+        process.kill()
+        finish(process)
+    shutil.rmtree(bench.output)
+    again = summary(bench.call(*command))
+    assert (again["rows_ok"], again["rows_resumed"]) == (ROWS, 0)
 
 
 def test_two_runs_of_one_job_share_it(bench: Bench, expected: list[tuple[Any, ...]]) -> None:

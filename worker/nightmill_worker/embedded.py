@@ -93,6 +93,8 @@ class EmbeddedRun:
             self._store.migrate()
             with self._drain.breakable():
                 self._reporter.phase("planning")
+                # First: an output taken away from a worker that is dead may be taken.
+                sweep(self._store, self._settings.workers_dir)
                 job = submit_job(self._store, spec, options, model_digest=self._model.digest, check=_check)
             self._meter.start_from(self._store.shard_results(job.job_id), job)
             if job.status not in TERMINAL_JOB:
