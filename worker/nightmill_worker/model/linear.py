@@ -16,9 +16,9 @@ class Linear:
 
     __slots__ = ("_bias", "_packed", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
         self._bias = bias
-        self._packed = _pack(weight) if _can_pack(weight.device.type, weight.dtype) else None
+        self._packed = _pack(weight) if pack and _can_pack(weight.device.type, weight.dtype) else None
         self._weight = None if self._packed is not None else weight
 
     def __call__(self, x: Tensor) -> Tensor:

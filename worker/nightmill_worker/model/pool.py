@@ -16,8 +16,8 @@ from nightmill_worker.model.config import ModelConfig
 
 DEFAULT_PAGE_SIZE = 16
 # A CPU worker shares its memory with the data it serves; the pool is touched page by page as it fills.
-_CPU_POOL_BYTES = 4 << 30
-_CPU_POOL_FRACTION = 0.4
+_CPU_POOL_BYTES = 2 << 30
+_CPU_POOL_FRACTION = 0.25
 _HOST_POOL_DIVISOR = 4
 
 
