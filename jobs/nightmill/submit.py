@@ -49,7 +49,7 @@ def submit_job(
         known = store.job_for_key(options.idempotency_key)
         if known is not None:
             return _same_key(known, spec, model_digest)
-    owner = _owner(storage, spec.output)
+    owner = _owner(store, storage, spec.output)
     if owner is None:
         wanted = _plan(spec, options, model_digest, check)
         if create_job_file(storage, wanted):
@@ -71,7 +71,7 @@ def absolute_spec(spec: JobSpec) -> JobSpec:
     return replace(spec, inputs=tuple(absolute(uri) for uri in spec.inputs), output=absolute(spec.output))
 
 
-def _owner(storage: Storage, output: str) -> JobFile | None:
+def _owner(store: Store, storage: Storage, output: str) -> JobFile | None:
     """The job that owns the output; None when the output is empty.
 
     Raises:
@@ -84,12 +84,30 @@ def _owner(storage: Storage, output: str) -> JobFile | None:
         files = [info.uri for info in storage.list(output)]
         if files and job_file_uri(output) in files:  # created since we looked
             return read_job_file(storage, output)
-        if files:
+        owner = _from_store(store, output, files)
+        if owner is not None:  # its job file was removed
+            create_job_file(storage, owner)
+        elif files:
             raise OutputOccupiedError(
                 f"the output {output} holds {len(files)} file(s) that no job of nightmill wrote, among them {files[0]}",
                 hint="choose an empty or a new folder; nightmill never deletes what it did not write",
             )
     return owner
+
+
+def _from_store(store: Store, output: str, files: Sequence[str]) -> JobFile | None:
+    """The job that the store knows to have written some of these files."""
+    known = store.job_for_output(output)
+    if known is None or not any(uri.startswith(f"{output.rstrip('/')}/_nightmill/{known.job_id}/") for uri in files):
+        return None
+    return JobFile(
+        job_id=known.job_id,
+        spec_digest=known.spec_digest,
+        spec=known.spec,
+        model_digest=known.model_digest,
+        shard_rows=known.options.shard_rows,
+        sources=tuple(store.sources(known.job_id)),
+    )
 
 
 def _plan(spec: JobSpec, options: JobOptions, model_digest: str | None, check: Check | None) -> JobFile:

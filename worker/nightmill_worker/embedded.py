@@ -12,9 +12,10 @@ from nightmill.errors import ErrorBudgetExceededError
 from nightmill.janitor import sweep
 from nightmill.output.closer import wind_up
 from nightmill.output.folder import OutputFolder
+from nightmill.output.manifest import require_parts
 from nightmill.records import EngineOptions, JobInfo, JobOptions, JobSpec
 from nightmill.rows import job_source_schema
-from nightmill.states import TERMINAL_JOB
+from nightmill.states import TERMINAL_JOB, JobStatus
 from nightmill.storage import open_storage
 from nightmill.store import Store
 from nightmill.submit import submit_job
@@ -101,6 +102,8 @@ class EmbeddedRun:
                 with WorkerLock(self._settings.workers_dir, new_worker_id()) as lock:
                     sweep(self._store, self._settings.workers_dir)
                     self._carry_on(job, lock.worker_id)
+            elif job.status is JobStatus.COMPLETED:
+                require_parts(open_storage(spec.output), self._store.shard_results(job.job_id))
             job = self._store.job(job.job_id)
             return RunResult(job=job, summary=self._meter.summary(job))
         finally:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
+from nightmill.errors import StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
 from nightmill.records import CommittedShard, JobSpec
@@ -39,13 +40,31 @@ def finalize_output(
         success: False for a job that failed, was cancelled or expired: it gets no `_SUCCESS`.
 
     Raises:
-        StorageError: writing failed; what is there stays, and the next try goes on.
+        StorageError: a part is missing or damaged, or writing failed; what is there stays, and the next try goes on.
     """
+    require_parts(storage, shards)
     _put(storage, folder.manifest, manifest_bytes(shards, spec=spec, spec_digest=spec_digest))
     failpoint("in_finalize")
     if success:
         _put(storage, folder.success, b"")
     remove_checkpoints(storage, folder)
+
+
+def require_parts(storage: Storage, shards: Sequence[CommittedShard]) -> None:
+    """Make sure that every committed part is there, as long as it was committed.
+
+    Raises:
+        StorageError: one was removed or cut short by somebody else; it names the part.
+    """
+    for shard in shards:
+        uri, expected = shard.result.part_uri, shard.result.part_bytes
+        found = storage.stat(uri)
+        if found is None or found.size_bytes != expected:
+            state = "is gone" if found is None else f"has {found.size_bytes:,} bytes instead of {expected:,}"
+            raise StorageError(
+                f"the committed part {uri} {state}: something other than nightmill changed it",
+                hint="put the file back and run again, or remove the output folder to compute the job anew",
+            )
 
 
 def manifest_bytes(shards: Sequence[CommittedShard], *, spec: JobSpec, spec_digest: str) -> bytes:

@@ -11,6 +11,7 @@ from tests.unit.output.output_jobs import DIGEST, STORAGE, SmallJob, committed
 from tests.unit.rows.row_inputs import make_spec, write
 
 import nightmill.output.manifest
+from nightmill.errors import StorageError
 from nightmill.output import finalize_output
 from nightmill.records import CommittedShard
 from nightmill.states import ShardState
@@ -36,6 +37,23 @@ def finalize(job: SmallJob, shards: list[CommittedShard], **options: Any) -> Non
 
 def names(job: SmallJob) -> list[str]:
     return [info.uri.removeprefix(job.folder.root + "/") for info in STORAGE.list(job.folder.root)]
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_committed_part_that_somebody_damaged_is_no_success(job: SmallJob, damage: str) -> None:
+    shards = job.run()
+    part = Path(shards[1].result.part_uri)
+    whole = part.read_bytes()
+    if damage == "gone":
+        part.unlink()
+    else:
+        part.write_bytes(whole[:100])
+    with pytest.raises(StorageError, match=r"part-00001\.parquet"):
+        finalize(job, shards)
+    assert "_SUCCESS" not in names(job)
+    part.write_bytes(whole)
+    finalize(job, shards)
+    assert "_SUCCESS" in names(job)
 
 
 def test_manifest_success_and_no_checkpoints(job: SmallJob) -> None:

@@ -177,6 +177,23 @@ def test_a_lost_store_is_rebuilt_from_the_output(store: Store, spec: JobSpec, tm
     other.close()
 
 
+def test_a_removed_job_file_is_written_again_from_the_store(store: Store, spec: JobSpec) -> None:
+    job = submit_job(store, spec, OPTIONS, model_digest="sha256:m")
+    job_file = Path(job_file_uri(spec.output))
+    before = job_file.read_bytes()
+    job_file.unlink()
+    checkpoint = Path(spec.output) / "_nightmill" / job.job_id / "shard-00000" / "ckpt-1-1.parquet"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"")
+    assert submit_job(store, spec, OPTIONS, model_digest="sha256:m").job_id == job.job_id
+    assert job_file.read_bytes() == before
+    job_file.unlink()
+    checkpoint.rename(Path(spec.output) / "somebody.else")
+    checkpoint.parent.rmdir()
+    with pytest.raises(OutputOccupiedError, match="somebody"):
+        submit_job(store, spec, OPTIONS, model_digest="sha256:m")
+
+
 def test_a_removed_output_frees_the_place_of_a_dead_job(store: Store, spec: JobSpec) -> None:
     old = submit_job(store, spec, OPTIONS)
     Path(job_file_uri(spec.output)).unlink()

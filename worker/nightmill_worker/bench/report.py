@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from rich import box
 from rich.table import Table
 
 from nightmill_worker.bench.comparison import Cell
@@ -14,12 +15,15 @@ from nightmill_worker.bench.workload import Workload
 
 
 def comparison_table(cells: Sequence[Cell]) -> Table:
-    """Generated tokens per second of each engine, and how many times the first one is ahead of it."""
-    table = Table(title="generated tokens/s (median over rounds)", title_justify="left")
-    for name, justify in (("workload", "left"), ("engine", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("tokens/s", "range", "seconds", "steps", "mean batch", "% of bound", "first is ahead"):
-        table.add_column(name, justify="right")
+    """Generated tokens per second of each engine, and how many times the first one is ahead of it.
+
+    Fits 80 columns.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("workload", no_wrap=True)
+    table.add_column("engine", no_wrap=True)
+    for name in ("tok/s", "range", "s", "steps", "batch", "bound", "ahead"):
+        table.add_column(name, justify="right", no_wrap=True)
     leaders: dict[str, Cell] = {}
     for cell in cells:
         leader = leaders.setdefault(cell.workload, cell)
@@ -31,7 +35,7 @@ def comparison_table(cells: Sequence[Cell]) -> Table:
             f"{cell.seconds:.1f}",
             str(cell.detail.get("steps", "")),
             str(cell.detail.get("mean_batch", "")),
-            "" if cell.bound_share is None else f"{100 * cell.bound_share:.0f}",
+            "" if cell.bound_share is None else f"{100 * cell.bound_share:.0f} %",
             "" if cell is leader else f"{leader.output_tokens_per_s / cell.output_tokens_per_s:.2f}×",
             style="red" if cell.rows_wrong_length else None,
         )

@@ -13,7 +13,7 @@ import torch
 from nightmill_worker.bench.measurement import Measurement
 from nightmill_worker.bench.workload import Workload, WorkloadRow
 
-ENGINE = "transformers static"
+ENGINE = "transformers"
 PAD_TOKEN_ID = 2
 
 
