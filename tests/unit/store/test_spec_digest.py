@@ -80,7 +80,7 @@ samplings = st.builds(
     top_p=numbers,
     max_tokens=st.integers(1, 2**31 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
-    stop_token_ids=st.lists(st.integers(0, 2**31), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     ignore_eos=st.booleans(),
 )
