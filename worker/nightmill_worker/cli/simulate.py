@@ -1,13 +1,37 @@
 """`nightmill simulate`: what a file would take on a device, before it is rented."""
 
 import json
+import re
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
+
+if TYPE_CHECKING:
+    from nightmill_worker.simulate.fleet import FleetSize
+
+
+class Duration(click.ParamType[float]):
+    """Hours, minutes and seconds: 7h30m, 90m, 45s."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse to seconds."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", str(value).strip())
+        hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+        total = 3600.0 * hours + 60.0 * minutes + seconds
+        if not total:
+            self.fail(f"{value!r} is no time; write 7h30m, 90m or 45s", param, ctx)
+        return total
+
 
 _DEVICES = ("h200", "cpu")
 _MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
@@ -34,6 +58,21 @@ _MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
     "--max-num-batched-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Tokens a step."
 )
 @click.option("--pool-tokens", type=click.IntRange(1), default=None, help="KV pool; default: what the device has left.")
+@click.option(
+    "--swap-tokens",
+    "host_tokens",
+    type=click.IntRange(0),
+    default=None,
+    help="Host pool for KV of rows that give way; 0: compute it again.  [default: a fourth of the pool]",
+)
+@click.option(
+    "--within",
+    "within_s",
+    type=Duration(),
+    metavar="TIME",
+    default=None,
+    help="Also say how many devices do it in so long: 90m, 7h30m.",
+)
 @click.option("--page-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a KV page.")
 @click.option(
     "--known-lengths/--unknown-lengths",
@@ -75,7 +114,13 @@ _MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
     help="Write a CSV of what happened to each request; with --policy both, static's gets .static before the suffix.",
 )
 def simulate(
-    trace: Path, policy: str, json_path: str | None, plot: Path | None, events: Path | None, **flags: Any
+    trace: Path,
+    policy: str,
+    within_s: float | None,
+    json_path: str | None,
+    plot: Path | None,
+    events: Path | None,
+    **flags: Any,
 ) -> None:
     """Run a trace through the real scheduler, with a roofline instead of a device.
 
@@ -84,9 +129,11 @@ def simulate(
                             MaxTokens, Tier (high, normal, low), ArrivalSeconds, Job
     Example:
       nightmill simulate --trace trace.csv --device h200 --model qwen3-0.6b --policy both --plot batch.png
+      nightmill simulate --trace trace.csv --model llama-3.1-8b --within 6h      how many devices, to be done by 6 a.m.
     """
     from nightmill_worker.engine.options import AdmissionRule, EvictionRule, Policy, QueueOrder
     from nightmill_worker.simulate.cost_model import DEVICES, MODELS, CostModel
+    from nightmill_worker.simulate.fleet import devices_within
     from nightmill_worker.simulate.plot import pyplot, write_plot
     from nightmill_worker.simulate.report import policy_report, summary_table, write_events
     from nightmill_worker.simulate.simulation import Simulation, SimulationOptions
@@ -126,13 +173,35 @@ def simulate(
     if events is not None:
         for result in results:
             write_events(_events_path(events, result.policy, policy == "both"), result)
-    text = json.dumps({name: report.as_json() for name, report in reports}, indent=2)
+    figures: dict[str, object] = {name: report.as_json() for name, report in reports}
+    if within_s is not None:
+        if results[-1].policy is not Policy.CONTINUOUS:
+            raise click.UsageError("--within is answered for continuous batching: leave out --policy static")
+        with console.status("simulating parts of the file") as line:
+            told = partial(_tell_devices, line)
+            fleet = devices_within(rows, options, within_s, results[-1].recorder.clock_s, told)
+        figures["fleet"] = {"within_s": within_s, **asdict(fleet)}
+        console.print(_fleet_line(fleet, within_s))
+    text = json.dumps(figures, indent=2)
     if json_path == "-":
         click.echo(text)
     else:
         Console().print(summary_table(reports))
         if json_path is not None:
             Path(json_path).write_text(text + "\n")
+
+
+def _tell_devices(line: Status, devices: int) -> None:
+    line.update(f"simulating the parts of {devices:,} devices")
+
+
+def _fleet_line(fleet: "FleetSize", within_s: float) -> str:
+    took = f"{fleet.devices:,} device{'s' if fleet.devices > 1 else ''}: done after {fleet.seconds / 3600:.2f} h"
+    if fleet.is_enough:
+        return f"{took} (asked: {within_s / 3600:.2f} h; loading the model not counted)"
+    return (
+        f"[yellow]{took}, and asked were {within_s / 3600:.2f} h: more devices do not make the longest answers shorter"
+    )
 
 
 def _events_path(path: Path, policy: str, is_one_of_two: bool) -> Path:

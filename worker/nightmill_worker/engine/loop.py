@@ -208,7 +208,8 @@ class EngineLoop:
         planned = time.perf_counter()
         output = self._runner.run(plan)
         ran = time.perf_counter()
-        self.preemption_cost.observe(plan.num_tokens, plan.num_sequences, ran - planned)
+        seconds = ran - planned if output.seconds is None else output.seconds
+        self.preemption_cost.observe(plan.num_tokens, plan.num_sequences, seconds)
         self._count_tokens(schedule, plan, output)
         self._account(schedule)
         endings = commit_step(self.table, schedule, plan, output)

@@ -79,6 +79,7 @@ class StepOutput:
     tokens: NDArray[np.int32]  # [R]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row in [0, R), where asked
     failed: dict[int, str] = field(default_factory=dict)  # by row in [0, R): non-finite logits and the like
+    seconds: float | None = None  # what the device says the step took; None: as long as the call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

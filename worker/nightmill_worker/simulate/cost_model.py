@@ -26,6 +26,7 @@ class Device:
     flops: float  # bf16 multiply-adds x 2 per second, large GEMM
     bytes_per_s: float  # memory reads
     kv_bytes: float  # memory for weights and the page pool
+    host_bytes_per_s: float  # copies between the page pool and the host's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,11 @@ class ModelShape:
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        # NVIDIA H200 141 GB, figures measured with large GEMMs and copies, not the datasheet's; 90 % of its memory.
-        "h200": Device(name="h200", flops=790e12, bytes_per_s=4.3e12, kv_bytes=0.9 * 141e9),
-        # Two cores with AVX-512 and AMX: bf16 GEMM 1024 x 576 x 1536, reads of a 256 MiB set.
-        "cpu": Device(name="cpu", flops=2.15e12, bytes_per_s=22e9, kv_bytes=8e9),
+        # NVIDIA H200 141 GB, figures measured with large GEMMs and copies, not the datasheet's; 90 % of its memory;
+        # the link to the host is assumed (PCIe 5 x16).
+        "h200": Device(name="h200", flops=790e12, bytes_per_s=4.3e12, kv_bytes=0.9 * 141e9, host_bytes_per_s=55e9),
+        # Two cores with AVX-512 and AMX: bf16 GEMM 1024 x 576 x 1536, reads of a 256 MiB set; a copy reads and writes.
+        "cpu": Device(name="cpu", flops=2.15e12, bytes_per_s=22e9, kv_bytes=8e9, host_bytes_per_s=11e9),
     }
 )
 

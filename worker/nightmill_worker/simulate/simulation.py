@@ -14,7 +14,7 @@ from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, QueueOrder
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.stats import EngineStats
-from nightmill_worker.engine.step import PoolShape, StepPlan
+from nightmill_worker.engine.step import HostShape, PoolShape, StepPlan
 from nightmill_worker.simulate.cost_model import CostModel
 from nightmill_worker.simulate.recorder import Recorder
 from nightmill_worker.simulate.simulated_runner import EOS_TOKEN, SimulatedRunner
@@ -33,6 +33,9 @@ class SimulationOptions:
     max_num_batched_tokens: int = 8192
     pool_tokens: int | None = None  # None: what the device has beside the weights
     page_size: int = 16
+    host_tokens: int | None = (
+        None  # of the host pool that preempted sequences swap to; None: a quarter of the page pool
+    )
     is_length_known: bool = True  # the scheduler may look at the answer's length, as with ignore_eos
     max_tokens: int | None = None  # cuts answers off; None: nothing does (unknown lengths: 1,000, or the longest)
     admission: AdmissionRule = AdmissionRule.GROWTH
@@ -179,10 +182,12 @@ class Simulation:
             page_size=options.page_size,
             bytes_per_token=options.cost.model.kv_bytes_per_token,
         )
+        host_tokens = tokens // 4 if options.host_tokens is None else options.host_tokens
+        host = HostShape(num_pages=host_tokens // options.page_size, bytes_per_s=options.cost.device.host_bytes_per_s)
         prompts = np.array([row.context_tokens for row in self._trace.rows], np.int64)
         vocab_size = _FIRST_ROW_TOKEN + len(self._trace) + len(self._prefix_token)
         return SimulatedRunner(
-            options.cost, shape, vocab_size, prompts, np.array(self._output_lens, np.int64), self._observe
+            options.cost, shape, host, vocab_size, prompts, np.array(self._output_lens, np.int64), self._observe
         )
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
