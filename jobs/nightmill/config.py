@@ -10,6 +10,7 @@ from nightmill.errors import ConfigError
 from nightmill.failpoint import parse_failpoints
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+QUEUE_TYPES = ("auto", "quorum", "classic")
 CPU_ISAS = ("avx512_bf16", "avx512", "avx2", "portable", "reference")
 _VARIABLES = frozenset(
     {
@@ -19,6 +20,8 @@ _VARIABLES = frozenset(
         "NIGHTMILL_DEMO_WHEEL",
         "NIGHTMILL_LOG_LEVEL",
         "NIGHTMILL_FAILPOINT",
+        "NIGHTMILL_QUEUE_TYPE",
+        "NIGHTMILL_RING_AFTER_S",
     }
 )
 
@@ -33,6 +36,9 @@ class Settings:
     cpu_isa: str | None = None  # NIGHTMILL_CPU_ISA: None = the best this machine has
     demo_wheel: Path | None = None  # NIGHTMILL_DEMO_WHEEL: a local copy of the demo model's wheel
     log_level: str = "warning"  # NIGHTMILL_LOG_LEVEL
+    broker_url: str | None = None  # CELERY_BROKER_URL: amqp://… (RabbitMQ); None: no fleet, or rings wait in the outbox
+    queue_type: str = "auto"  # NIGHTMILL_QUEUE_TYPE: of queues that do not exist yet; auto = quorum where there is such
+    ring_after_s: float = 120.0  # NIGHTMILL_RING_AFTER_S: an unclaimed shard is rung again after this, doubling to 1 h
     failpoint: str = ""  # NIGHTMILL_FAILPOINT: see failpoint.py; tests only
 
     @property
@@ -62,6 +68,9 @@ class Settings:
             cpu_isa=_choice(environ, "NIGHTMILL_CPU_ISA", CPU_ISAS),
             demo_wheel=wheel,
             log_level=_choice(environ, "NIGHTMILL_LOG_LEVEL", LOG_LEVELS) or "warning",
+            broker_url=_broker_url(environ.get("CELERY_BROKER_URL", "")),
+            queue_type=_choice(environ, "NIGHTMILL_QUEUE_TYPE", QUEUE_TYPES) or "auto",
+            ring_after_s=_seconds(environ, "NIGHTMILL_RING_AFTER_S", 120.0),
             failpoint=failpoint,
         )
 
@@ -115,3 +124,29 @@ def _database_url(value: str, home: Path) -> str:
         f"DATABASE_URL: {scheme if separator else 'this'} is not a store nightmill knows",
         hint="use sqlite:////absolute/path.db or postgresql://user@host/database",
     )
+
+
+def _broker_url(value: str) -> str | None:
+    if not value:
+        return None
+    scheme, separator, rest = value.partition("://")
+    if scheme in ("amqp", "amqps", "pyamqp") and separator and rest:
+        return value
+    # The value may hold a password, too.
+    raise ConfigError(
+        f"CELERY_BROKER_URL: {scheme if separator else 'this'} is not a broker nightmill knows",
+        hint="use amqp://user:password@host:5672/vhost (RabbitMQ)",
+    )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    value = environ.get(name, "")
+    if not value:
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < 1e9:
+        raise ConfigError(f"{name}: {value!r} is not a number of seconds above 0")
+    return seconds

@@ -20,6 +20,7 @@ FailpointName = Literal[
     "before_commit",  # inside the commit's transaction
     "after_commit",  # committed, nobody has been told
     "in_finalize",  # manifest is written, _SUCCESS is not
+    "after_publish",  # the broker has confirmed a batch of the outbox, which is not deleted yet
 ]
 FAILPOINTS: frozenset[str] = frozenset(get_args(FailpointName))
 VARIABLE = "NIGHTMILL_FAILPOINT"

@@ -102,6 +102,16 @@ class ShardLease:
     num_failures: int  # earlier attempts that died without checkpointing a new row
     worker_id: str
     close_as: ShardState | None = None  # a closer's lease: the state its commit lands in, instead of committed
+    generation: int = 0  # how often the job was retried when this shard was opened; 0: its part does not exist yet
+    replaces_etag: str | None = None  # generation > 0: the etag of the part that stands, and that this attempt replaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A message to send: this shard may be claimed."""
+
+    shard_id: int
+    tier: Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +190,7 @@ class JobInfo:
     rows_running: int = 0
     rows_resumed: int = 0
     rows_recomputed: int = 0
+    generation: int = 0  # how often it was retried
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None

@@ -65,21 +65,23 @@ JOB_MOVES: dict[JobStatus, frozenset[JobStatus]] = {
     JobStatus.IN_PROGRESS: frozenset({JobStatus.FINALIZING, JobStatus.CANCELLING, JobStatus.FAILED, JobStatus.EXPIRED}),
     JobStatus.FINALIZING: frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED}),
     JobStatus.CANCELLING: frozenset({JobStatus.CANCELLED}),
-    # `nightmill retry` reopens a finished job for its failed rows.
-    JobStatus.COMPLETED: frozenset({JobStatus.IN_PROGRESS}),
-    JobStatus.FAILED: frozenset({JobStatus.IN_PROGRESS}),
-    JobStatus.EXPIRED: frozenset(),
-    JobStatus.CANCELLED: frozenset(),
+    # `nightmill retry` reopens a job that has ended, for its rows without an answer: the next generation.
+    JobStatus.COMPLETED: frozenset({JobStatus.QUEUED}),
+    JobStatus.FAILED: frozenset({JobStatus.QUEUED}),
+    JobStatus.EXPIRED: frozenset({JobStatus.QUEUED}),
+    JobStatus.CANCELLED: frozenset({JobStatus.QUEUED}),
 }
 
 SHARD_MOVES: dict[ShardState, frozenset[ShardState]] = {
     ShardState.AVAILABLE: frozenset({ShardState.LEASED}),
     ShardState.LEASED: frozenset(ShardState) - {ShardState.LEASED},
-    ShardState.COMMITTED: frozenset({ShardState.LEASED}),
-    ShardState.DISCARDED: frozenset({ShardState.LEASED}),
-    ShardState.CANCELLED: frozenset(),
-    ShardState.EXPIRED: frozenset(),
+    # A retry: those with rows to run again become available; a stopped one whose rows all have answers, committed.
+    ShardState.COMMITTED: frozenset({ShardState.AVAILABLE}),
+    ShardState.DISCARDED: frozenset({ShardState.AVAILABLE, ShardState.COMMITTED}),
+    ShardState.CANCELLED: frozenset({ShardState.AVAILABLE, ShardState.COMMITTED}),
+    ShardState.EXPIRED: frozenset({ShardState.AVAILABLE, ShardState.COMMITTED}),
 }
 
 TERMINAL_JOB = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.EXPIRED, JobStatus.CANCELLED})
-TERMINAL_SHARD = frozenset(ShardState) - {ShardState.AVAILABLE, ShardState.LEASED}
+OPEN_SHARD = frozenset({ShardState.AVAILABLE, ShardState.LEASED})
+TERMINAL_SHARD = frozenset(ShardState) - OPEN_SHARD
