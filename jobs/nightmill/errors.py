@@ -93,6 +93,13 @@ class ErrorBudgetExceededError(NightmillError):
     exit_code = ExitCode.ROWS_FAILED
 
 
+class WaitTimedOutError(NightmillError):
+    """The job has not ended in the time given; it goes on."""
+
+    code = "wait_timed_out"
+    exit_code = ExitCode.WAIT_TIMED_OUT
+
+
 class StorageError(NightmillError):
     """Reading or writing the data failed."""
 
