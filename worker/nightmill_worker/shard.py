@@ -4,25 +4,26 @@ lease → rows without a durable answer → requests → engine → completions 
 """
 
 import logging
+import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
 import pyarrow as pa
 
-from nightmill.errors import RowErrorCode
+from nightmill.errors import RowErrorCode, StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
 from nightmill.output.part import find_part, write_part
 from nightmill.reader import read_shard
-from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, TokenCounts
+from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, ShardResult, TokenCounts
 from nightmill.rows import InputRow, parse_rows
 from nightmill.storage import Storage
-from nightmill.store import Store
+from nightmill.store import LEASE_TTL_S, Store
 from nightmill_worker.drain import Drain
 from nightmill_worker.feed.completions import completion_of, error_completion
 from nightmill_worker.feed.requests import RequestMaker, RowRequest
@@ -38,6 +39,11 @@ CHECKPOINT_S = 5.0  # a finished row is durable after this long at the latest
 TURN_S = 0.2  # how late a stop is noticed
 
 
+def never(_: BaseException) -> bool:
+    """Whatever a run alone fails with, its user sees it, and calls again."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """What all shards of a job share in this process."""
@@ -50,6 +56,9 @@ class JobContext:
     model_name: str
     tokenizer: Tokenizer
     maker: RequestMaker
+    lease_ttl_s: float = LEASE_TTL_S
+    retries_commit: bool = False  # a store that fails may be back before the lease is gone: a server, not a full disk
+    charges: Callable[[BaseException], bool] = never  # whether an attempt that raised this uses up the shard's budget
 
 
 class ShardEnd(StrEnum):
@@ -66,10 +75,28 @@ class ShardEnd(StrEnum):
 class ShardRun:
     """One attempt. `run` is called once, on a thread of its own; the rest may be read from other threads."""
 
-    def __init__(self, lease: ShardLease, context: JobContext, supervisor: EngineSupervisor, drain: Drain) -> None:
+    def __init__(
+        self,
+        lease: ShardLease,
+        context: JobContext,
+        supervisor: EngineSupervisor,
+        drain: Drain,
+        *,
+        on_read: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepare an attempt.
+
+        Args:
+            lease: Just taken.
+            context: Of its job.
+            supervisor: Of the engine.
+            drain: When to stop early.
+            on_read: Called once, when no more rows will be offered.
+        """
         self.lease = lease
         self.progress = ShardProgress(attempt=lease.attempt)
         self.is_reading = True  # more rows will be offered
+        self._on_read = on_read
         self.rows_resumed = 0
         self.rows_recomputed = 0
         self._context = context
@@ -84,6 +111,7 @@ class ShardRun:
         )
         self._mark = InflightMark(context.storage, context.folder, lease.range.index)
         self._flushed_at = time.monotonic()
+        self._unflushed: list[int] = []  # row indices that the writer holds
         self._name = f"shard {lease.range.index} of {lease.job_id}"
 
     def lose(self) -> None:
@@ -103,9 +131,11 @@ class ShardRun:
         """
         try:
             end = self._run()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(failed=self._context.charges(error))
             raise
+        finally:
+            self._end_reading()
         if end is ShardEnd.RELEASED:
             self._release()
         return end
@@ -132,9 +162,20 @@ class ShardRun:
                 model=context.model_name,
             )
         result = part.result(rows_resumed=self.rows_resumed, rows_recomputed=self.rows_recomputed)
-        context.store.commit_shard(self.lease, result)
+        self._commit(result)
         failpoint("after_commit")
         return ShardEnd.COMMITTED
+
+    def _commit(self, result: ShardResult) -> None:
+        """Tell the store, as often as it takes: the part stands, and computing it again would cost a shard."""
+        while True:
+            try:
+                return self._context.store.commit_shard(self.lease, result)
+            except StorageError as error:
+                if not self._context.retries_commit or self._lost or self._drain.at_once:
+                    raise
+                log.warning("the commit will be tried again: %s", error)
+                time.sleep(random.uniform(0.5, 1.5))
 
     def _resume(self, checkpoints: CheckpointReader) -> set[int]:
         """Count what is durable; return its row indices."""
@@ -151,7 +192,7 @@ class ShardRun:
         suspects = self._mark.suspects(missing, self.lease.num_failures)
         if suspects:
             log.warning("earlier attempts died with %d rows of %s: they run last", len(suspects), self._name)
-        with self._supervisor.open() as mailbox:
+        with self._supervisor.open(self._context.job.options.tier) as mailbox:
             finished = self._answer_rows(mailbox, missing - set(suspects), last=not suspects)
             if finished and self._mark.is_convicted(suspects):
                 self._convict(suspects[0])
@@ -169,7 +210,9 @@ class ShardRun:
         for window in windows(suspects):
             # What is durable must be known to the store before this: an attempt without progress counts as a failure.
             self._flush()
-            self._context.store.heartbeat(self.lease.worker_id, {self.lease.shard_id: self.progress})
+            self._context.store.heartbeat(
+                self.lease.worker_id, {self.lease.shard_id: self.progress}, self._context.lease_ttl_s
+            )
             self._mark.begin_window(window)
             if not self._answer_rows(mailbox, set(window), last=window[-1] == suspects[-1]):
                 return False
@@ -178,15 +221,20 @@ class ShardRun:
 
     def _answer_rows(self, mailbox: Mailbox, wanted: Collection[int], *, last: bool) -> bool:
         """Run these rows to their end; False when stopped before that."""
-        batches = self._requests(wanted) if wanted else iter(())
+        # The last attempt died: few rows at once then, and known before they start.
+        careful = mailbox.max_careful if self.lease.num_failures else None
+        batches = self._requests(wanted, min(FEED_ROWS, careful or FEED_ROWS)) if wanted else iter(())
         exhausted = False
         while True:
-            if not exhausted and mailbox.has_room and not self._drain.requested:
+            has_room = mailbox.has_room if careful is None else len(self._pending) < careful
+            if not exhausted and has_room and not self._drain.requested:
                 batch = next(batches, None)
                 exhausted = batch is None
                 self._offer(mailbox, batch or [])
-            self.is_reading = not (exhausted and last)
-            for outcome in mailbox.collect(TURN_S, or_room=not exhausted and not self._drain.requested):
+            if exhausted and last:
+                self._end_reading()
+            may_offer = careful is None and not exhausted and not self._drain.requested
+            for outcome in mailbox.collect(TURN_S, or_room=may_offer):
                 self._take(outcome)
             self._tell(mailbox)
             finished = exhausted and not self._pending
@@ -194,8 +242,16 @@ class ShardRun:
                 return False
             if finished:
                 return True
-            if self._writer.pending and time.monotonic() - self._flushed_at > CHECKPOINT_S:
+            is_due = time.monotonic() - self._flushed_at > CHECKPOINT_S or mailbox.must_flush
+            if self._writer.pending and is_due:
                 self._flush()
+                mailbox.note_unflushed(0)
+
+    def _end_reading(self) -> None:
+        if self.is_reading:
+            self.is_reading = False
+            if self._on_read is not None:
+                self._on_read()
 
     def _convict(self, row_index: int) -> None:
         """A row that took the whole process along, twice, alone."""
@@ -206,11 +262,11 @@ class ShardRun:
                     made = error_completion(made, RowErrorCode.QUARANTINED, message, attempt=self.lease.attempt)
                 self._keep(made)
 
-    def _requests(self, wanted: Collection[int]) -> Iterator[list[RowRequest | Completion]]:
+    def _requests(self, wanted: Collection[int], piece_rows: int = FEED_ROWS) -> Iterator[list[RowRequest | Completion]]:
         spec = self._context.job.spec
         for batch in read_shard(self.lease.range, spec):
             rows = (row for row in parse_rows(batch, spec) if row.row_index in wanted)
-            while piece := list(islice(rows, FEED_ROWS)):
+            while piece := list(islice(rows, piece_rows)):
                 made = iter(self._context.maker.make([row for row in piece if isinstance(row, InputRow)]))
                 yield [next(made) if isinstance(row, InputRow) else row for row in piece]
 
@@ -225,13 +281,13 @@ class ShardRun:
             requests.append(made.request)
         if requests:
             if self.lease.num_failures:  # the last attempt died: now it must be known before, not soon after
-                self._mark.reach(max(made.row.row_index for made in batch if isinstance(made, RowRequest)))
+                self._mark.start(made.row.row_index for made in batch if isinstance(made, RowRequest))
                 self._mark.write()
             mailbox.offer(requests)
 
     def _take(self, outcome: Outcome) -> None:
         made = self._pending.pop(outcome.request_id)
-        self._mark.reach(made.row.row_index)
+        self._mark.start([made.row.row_index])
         attempt = self.lease.attempt
         if isinstance(outcome, Quarantined):
             self._keep(error_completion(made, outcome.code, outcome.message, attempt=attempt))
@@ -241,6 +297,7 @@ class ShardRun:
     def _keep(self, completion: Completion) -> None:
         self._count(completion)
         self._writer.add(completion)
+        self._unflushed.append(completion.row_index)
         if self._writer.pending >= CHECKPOINT_ROWS:
             self._flush()
 
@@ -256,6 +313,8 @@ class ShardRun:
     def _flush(self) -> None:
         self._mark.write()  # first: a crash in between must not hide who was inside
         self._writer.flush()
+        self._mark.settle(self._unflushed)
+        self._unflushed.clear()
         self._flushed_at = time.monotonic()
 
     def _must_stop(self, mailbox: Mailbox, *, finished: bool) -> bool:
@@ -266,20 +325,21 @@ class ShardRun:
         return self._drain.requested and (mailbox.in_engine == 0 or self._drain.at_once)
 
     def _tell(self, mailbox: Mailbox) -> None:
-        entered = self._pending.get(mailbox.last_admitted)
-        if entered is not None:
-            self._mark.reach(entered.row.row_index)
+        started = [self._pending[i].row.row_index for i in mailbox.take_started() if i in self._pending]
+        if started:
+            self._mark.start(started)
+        mailbox.note_unflushed(self._writer.pending)
         counts = self._counts
         self.progress = ShardProgress(
             attempt=self.lease.attempt,
             rows_completed=counts["completed"],
             rows_failed=counts["failed"],
-            rows_running=mailbox.in_engine,
+            rows_running=mailbox.running,
             rows_durable=counts["completed"] + counts["failed"] - self._writer.pending,
             tokens=TokenCounts(prompt=counts["prompt"], completion=counts["completion"], cached=counts["cached"]),
         )
 
-    def _release(self) -> None:
+    def _release(self, *, failed: bool = False) -> None:
         if not self._lost:
             progressed = bool(self._writer.files)
-            self._context.store.release(self.lease, failed=False, progressed=progressed)
+            self._context.store.release(self.lease, failed=failed, progressed=progressed)

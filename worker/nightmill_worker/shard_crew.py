@@ -1,106 +1,127 @@
-"""The shards of one job that this process works on at once, each on its own thread, all feeding one engine."""
+"""The shards that this process works on at once, of any job, each on its own thread, all feeding one engine."""
 
+import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from nightmill.errors import FencedError
-from nightmill.failpoint import failpoint
+from nightmill.records import ShardLease
 from nightmill_worker.drain import Drain
 from nightmill_worker.heartbeat import Heartbeat
-from nightmill_worker.shard import JobContext, ShardRun
+from nightmill_worker.logs import shard_context
+from nightmill_worker.shard import JobContext, ShardEnd, ShardRun
 from nightmill_worker.supervisor import EngineSupervisor
 
-MAX_SHARDS = 32  # at once. Two or three are usual: the next is taken when all others have been read to their end
+log = logging.getLogger(__name__)
+
+MAX_SHARDS = 32  # at once: each costs a thread, and the memory of the part that it writes in the end
+
+
+@dataclass(frozen=True, slots=True)
+class EndedShard:
+    """How one attempt ended: `failure` is None unless it raised."""
+
+    run: ShardRun
+    end: ShardEnd | None
+    failure: BaseException | None
 
 
 class ShardCrew:
-    """Takes shards while the engine has room for more. Used by the main thread; the shards are the other ones."""
+    """Runs leases. `start`, `gather` and `stop` may be called from several threads; the shards are other ones."""
 
-    def __init__(
-        self, context: JobContext, supervisor: EngineSupervisor, heartbeat: Heartbeat, drain: Drain, worker_id: str
-    ) -> None:
-        self._context = context
+    def __init__(self, supervisor: EngineSupervisor, heartbeat: Heartbeat, drain: Drain) -> None:
         self._supervisor = supervisor
         self._heartbeat = heartbeat
         self._drain = drain
-        self._worker_id = worker_id
+        self._lock = threading.Lock()
         self._active: dict[threading.Thread, ShardRun] = {}
-        self._failure: BaseException | None = None
-        self._stopping = False
+        self._ended: list[EndedShard] = []
         self._somebody_ended = threading.Event()
-        self._ended: Counter[str] = Counter()
+        self._past: Counter[str] = Counter()
+
+    def start(self, lease: ShardLease, context: JobContext, on_read: Callable[[], None] | None = None) -> ShardRun:
+        """Begin an attempt.
+
+        Args:
+            lease: Just taken.
+            context: Of its job.
+            on_read: Called once, when the shard has offered its last row or has ended: it needs no more look-ahead.
+        """
+        run = ShardRun(lease, context, self._supervisor, self._drain, on_read=on_read)
+        name = f"shard-{lease.job_id}-{lease.range.index}"
+        thread = threading.Thread(target=self._work, args=(run,), name=name, daemon=True)
+        with self._lock:
+            self._active[thread] = run
+        self._heartbeat.hold(run)
+        thread.start()
+        return run
+
+    @property
+    def active(self) -> list[ShardRun]:
+        """Attempts at work."""
+        with self._lock:
+            return list(self._active.values())
 
     @property
     def counts(self) -> Counter[str]:
         """Rows of all shards so far: `completed` and `failed` (of earlier attempts too), `resumed`, `recomputed`."""
-        total = self._ended.copy()
-        for run in self._active.values():
-            total.update(_counts(run))
+        with self._lock:
+            total = self._past.copy()
+            for run in self._active.values():
+                total.update(_counts(run))
         return total
 
-    def take_turn(self) -> bool:
-        """Gather shards that ended, take another if there is room; False when none is at work and none to be had.
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of the active shards that have no answer yet, offered or not."""
+        return sum(
+            run.lease.range.num_rows - run.progress.rows_completed - run.progress.rows_failed for run in self.active
+        )
 
-        Raises:
-            NightmillError: A shard failed. The others have stopped and given their leases back.
-        """
-        self._gather()
-        if self._failure is not None:
-            self.stop()
-            raise self._failure
-        while self._has_room() and self._take():
-            pass
-        return bool(self._active)
+    def gather(self) -> list[EndedShard]:
+        """Attempts that have ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
 
     def wait(self, timeout_s: float) -> None:
         """Until a shard ends, or for so long."""
         self._somebody_ended.wait(timeout_s)
         self._somebody_ended.clear()
 
+    def wake(self) -> None:
+        """End a `wait` now."""
+        self._somebody_ended.set()
+
     def stop(self) -> None:
         """Stop every shard; what is finished is durable when this returns."""
-        self._stopping = True
-        for run in self._active.values():
+        with self._lock:
+            active = dict(self._active)
+        for run in active.values():
             run.stop_job()
-        for thread in self._active:
+        for thread in active:
             thread.join()
-        self._gather()
-
-    def _has_room(self) -> bool:
-        if self._stopping or self._drain.requested or len(self._active) >= MAX_SHARDS:
-            return False
-        return self._supervisor.has_room and not any(run.is_reading for run in self._active.values())
-
-    def _take(self) -> bool:
-        store = self._context.store
-        for shard_id in store.available_shards(1, self._context.job.job_id):
-            lease = store.claim(shard_id, self._worker_id)
-            if lease is None:
-                return True  # somebody was faster: look again
-            failpoint("after_claim")
-            run = ShardRun(lease, self._context, self._supervisor, self._drain)
-            thread = threading.Thread(target=self._work, args=(run,), name=f"shard-{lease.range.index}", daemon=True)
-            self._active[thread] = run
-            self._heartbeat.hold(run)
-            thread.start()
-            return True
-        return False
 
     def _work(self, run: ShardRun) -> None:
-        try:
-            run.run()
-        except FencedError:
-            pass  # another attempt has it, and its word counts
-        except BaseException as failure:  # noqa: BLE001 - raised again by take_turn, on the main thread
-            self._failure = self._failure or failure
-        finally:
-            run.is_reading = False
-            self._heartbeat.drop(run)
-            self._somebody_ended.set()
-
-    def _gather(self) -> None:
-        for thread in [thread for thread in self._active if not thread.is_alive()]:
-            self._ended.update(_counts(self._active.pop(thread)))
+        end: ShardEnd | None = None
+        failure: BaseException | None = None
+        with shard_context(run.lease):
+            try:
+                end = run.run()
+                log.info("%s after %d rows", end.value, run.progress.rows_completed + run.progress.rows_failed)
+            except FencedError as fenced:
+                end = ShardEnd.LOST  # another attempt has it, and its word counts
+                log.warning("%s", fenced)
+            except BaseException as error:  # noqa: BLE001 - whoever gathers decides what it means
+                failure = error
+        self._heartbeat.drop(run)
+        with self._lock:
+            self._past.update(_counts(run))
+            del self._active[threading.current_thread()]
+            self._ended.append(EndedShard(run, end, failure))
+        self._somebody_ended.set()
 
 
 def _counts(run: ShardRun) -> Counter[str]:
