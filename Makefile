@@ -40,17 +40,21 @@ demo: $(VENV)/.worker  ## the main job: 64 Parquet prompts through a real model 
 
 .PHONY: lint
 lint: $(VENV)/.dev  ## ruff, mypy strict, import rules
-	$(BIN)/ruff format --check jobs worker kernels migrations tests bench
-	$(BIN)/ruff check jobs worker kernels migrations tests bench
+	$(BIN)/ruff format --check jobs worker kernels migrations deploy tests bench
+	$(BIN)/ruff check jobs worker kernels migrations deploy tests bench
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: services
+services: $(VENV)/.dev  ## install PostgreSQL, RabbitMQ and Ceph (Debian packages, as root) without starting anything
+	@$(BIN)/python -m deploy.native.packages
+
 .PHONY: test
-test: lint  ## all checks: lint, then the test suite without the long tests
+test: lint services  ## all checks: lint, then the test suite without the long tests
 	$(BIN)/python -m pytest -m "not long"
 
 .PHONY: test-long
-test-long: $(VENV)/.dev  ## the tests that take minutes
+test-long: $(VENV)/.dev services  ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
 .PHONY: bench

@@ -9,6 +9,8 @@ from nightmill.records import ModelSpec
 from nightmill_worker.model.source import resolve_model
 from nightmill_worker.model.threads import limit_spinning
 
+pytest_plugins = ["tests.services.plugin"]
+
 # Before a test loads torch: threads that spin take the cores from the processes that the tests start.
 limit_spinning()
 

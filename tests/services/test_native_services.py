@@ -1,0 +1,94 @@
+"""The fixtures themselves: fresh per test, alive after a test that killed something."""
+
+from pathlib import Path
+
+import kombu
+import psycopg
+import pytest
+from botocore.exceptions import ClientError
+from tests.services.servers import RabbitmqBroker, S3Bucket
+
+from deploy.native.failure import ServiceError
+from deploy.native.postgres import Postgres
+from deploy.native.rabbitmq import Rabbitmq
+
+
+def _dsn(url: str) -> str:
+    return url.replace("postgresql+psycopg://", "postgresql://")
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_each_test_gets_an_empty_database(postgres_url: str, time: int) -> None:
+    with psycopg.connect(_dsn(postgres_url)) as connection:
+        assert connection.execute("SHOW server_version_num").fetchone()[0].startswith("15")  # type: ignore[index]
+        assert connection.execute("SHOW server_encoding").fetchone() == ("UTF8",)
+        connection.execute("CREATE TABLE here (n int)")  # fails the second time if the database is the same
+
+
+def test_postgres_keeps_what_was_committed_through_a_crash(postgres_url: str, postgres_server: Postgres) -> None:
+    with psycopg.connect(_dsn(postgres_url)) as connection:
+        connection.execute("CREATE TABLE kept (n int)")
+    open_one = psycopg.connect(_dsn(postgres_url))
+    open_one.execute("INSERT INTO kept VALUES (1)")
+    postgres_server.kill()
+    with pytest.raises(psycopg.OperationalError):
+        open_one.execute("SELECT 1")
+    open_one.close()
+    postgres_server.start()
+    with psycopg.connect(_dsn(postgres_url)) as connection:
+        assert connection.execute("SELECT count(*) FROM kept").fetchone() == (0,)
+
+
+def test_postgres_that_cannot_start_shows_its_log(services_dir: Path) -> None:
+    server = Postgres(services_dir / "postgres-bad", extra=("-c", "nonsense=1"))
+    with pytest.raises(ServiceError, match=r"(?s)postgres ended with status 1; the end of .*postgres\.log:.*nonsense"):
+        server.start()
+    server.stop()
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_each_test_gets_an_empty_broker(rabbitmq: RabbitmqBroker, time: int) -> None:
+    with kombu.Connection(rabbitmq.url) as connection, connection.SimpleQueue("queue") as queue:
+        assert queue.qsize() == 0
+        queue.put({"time": time})
+
+
+def _put(url: str, body: str) -> None:
+    with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
+        queue = kombu.Queue("durable", durable=True)
+        connection.Producer().publish(body, routing_key="durable", declare=[queue], delivery_mode=2)
+
+
+def _depth(url: str) -> int:
+    with kombu.Connection(url) as connection:
+        return int(kombu.Queue("durable", durable=True)(connection.default_channel).queue_declare().message_count)
+
+
+def test_rabbitmq_keeps_confirmed_messages_through_a_kill_and_loses_them_when_wiped(rabbitmq: RabbitmqBroker) -> None:
+    _put(rabbitmq.url, "one")
+    rabbitmq.server.kill()
+    rabbitmq.server.start()
+    assert _depth(rabbitmq.url) == 1
+    rabbitmq.wipe()
+    assert _depth(rabbitmq.url) == 0
+
+
+def test_rabbitmqctl_reaches_the_server_and_says_what_failed(rabbitmq: RabbitmqBroker) -> None:
+    assert rabbitmq.vhost in rabbitmq.server.ctl("list_vhosts").split()
+    with pytest.raises(ServiceError, match="no_such_command"):
+        rabbitmq.server.ctl("no_such_command")
+
+
+def test_rabbitmq_without_its_programs_says_what_to_run(rabbitmq_server: Rabbitmq) -> None:
+    with pytest.raises(ServiceError, match=r"not installed.*\n.*make services"):
+        Rabbitmq(rabbitmq_server.folder / "none", chroot=rabbitmq_server.folder).start()
+
+
+def test_moto_creates_a_part_only_once(moto_s3: S3Bucket) -> None:
+    client = moto_s3.endpoint.client()
+    try:
+        client.put_object(Bucket=moto_s3.bucket, Key="part", Body=b"1", IfNoneMatch="*")
+        with pytest.raises(ClientError, match="PreconditionFailed"):
+            client.put_object(Bucket=moto_s3.bucket, Key="part", Body=b"2", IfNoneMatch="*")
+    finally:
+        client.close()
