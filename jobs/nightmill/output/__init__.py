@@ -3,7 +3,8 @@
 from nightmill.output.checkpoint import CheckpointFile, CheckpointReader, CheckpointWriter, read_checkpoints
 from nightmill.output.folder import OutputFolder
 from nightmill.output.manifest import finalize_output
-from nightmill.output.part import PartInfo, find_part, write_part
+from nightmill.output.part import PartInfo, find_part, publish_part, replace_part, write_part
+from nightmill.output.part_reader import PartRow, read_part
 from nightmill.output.part_rows import Unanswered
 
 __all__ = [
@@ -12,9 +13,13 @@ __all__ = [
     "CheckpointWriter",
     "OutputFolder",
     "PartInfo",
+    "PartRow",
     "Unanswered",
     "finalize_output",
     "find_part",
+    "publish_part",
     "read_checkpoints",
+    "read_part",
+    "replace_part",
     "write_part",
 ]

@@ -52,6 +52,7 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
         spec_digest=job.spec_digest,
         source_schema=job_source_schema(store.sources(job.job_id), job.spec),
         model=model_name,
+        attempt=lease.attempt,
         unanswered=_REASONS[lease.close_as],
     )
     return part.result(rows_resumed=len(durable))

@@ -36,6 +36,10 @@ class OutputFolder:
         """The one part of a shard."""
         return f"{self.root}/part-{shard_index:05d}.parquet"
 
+    def attempt_part(self, shard_index: int, attempt: int) -> str:
+        """One attempt's part, not published yet: for stores that cannot create atomically."""
+        return f"{shard_folder(self.work, shard_index)}/part-{attempt:04d}.parquet"
+
 
 def shard_folder(work: str, shard_index: int) -> str:
     """Folder of one shard's checkpoints."""

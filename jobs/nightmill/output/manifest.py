@@ -11,13 +11,14 @@ from typing import Any
 from nightmill.errors import StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
+from nightmill.output.part import publish_part
 from nightmill.records import CommittedShard, JobSpec
 from nightmill.sharding import source_name
 from nightmill.states import ShardState
 from nightmill.storage import Storage
 
 MANIFEST_VERSION = 1
-_WRITTEN_BY_ATTEMPTS = re.compile(r"shard-\d+/(ckpt-\d+-\d+\.parquet|inflight\.json)")
+_WRITTEN_BY_ATTEMPTS = re.compile(r"shard-\d+/(ckpt-\d+-\d+\.parquet|part-\d+\.parquet|inflight\.json)")
 
 
 def finalize_output(
@@ -42,6 +43,8 @@ def finalize_output(
     Raises:
         StorageError: a part is missing or damaged, or writing failed; what is there stays, and the next try goes on.
     """
+    for shard in shards:
+        publish_part(storage, folder, shard.range.index, shard.attempt)
     require_parts(storage, shards)
     _put(storage, folder.manifest, manifest_bytes(shards, spec=spec, spec_digest=spec_digest))
     failpoint("in_finalize")

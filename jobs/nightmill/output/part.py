@@ -1,7 +1,8 @@
 """A shard's part: every source row once, in input order, with its answer or its error. Creating it publishes it."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -10,14 +11,16 @@ import pyarrow.parquet as pq
 from nightmill.errors import OutputOccupiedError, StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
+from nightmill.output.part_reader import kept_rows, read_part
 from nightmill.output.part_rows import PartRows, Unanswered
 from nightmill.reader import reading
 from nightmill.reader.source import METADATA_PREFIX
 from nightmill.records import Completion, JobSpec, RowCounts, ShardRange, ShardResult, TokenCounts
 from nightmill.rows.schema import output_schema
-from nightmill.storage import ObjectExistsError, ObjectInfo, StagedObject, Storage
+from nightmill.storage import ObjectExistsError, ObjectInfo, PreconditionFailedError, StagedObject, Storage
 
-_KEYS = {name: METADATA_PREFIX + name.encode() for name in ("job_id", "shard_index", "spec_digest", "counts")}
+_NAMES = ("job_id", "shard_index", "spec_digest", "counts", "replaces")
+_KEYS = {name: METADATA_PREFIX + name.encode() for name in _NAMES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class PartInfo:
     tokens: TokenCounts
     error_codes: dict[str, int]
     adopted: bool  # it was there before: an earlier attempt got as far
+    replaces: str | None = None  # etag of the part that a retry has put this one in place of; told of adopted ones
 
     def result(self, *, rows_resumed: int = 0, rows_recomputed: int = 0) -> ShardResult:
         """What the commit records."""
@@ -56,6 +60,7 @@ def write_part(
     spec_digest: str,
     source_schema: pa.Schema,
     model: str,
+    attempt: int = 0,
     unanswered: Unanswered | None = None,
     source_storage: Storage | None = None,
 ) -> PartInfo:
@@ -73,6 +78,7 @@ def write_part(
         spec_digest: Goes into the part, so that a later attempt knows it for its own.
         source_schema: `job_source_schema`: the same for all shards of the job.
         model: Value of the `model` column.
+        attempt: Of the lease. Where creation is not atomic it names what `publish_part` makes final after the commit.
         unanswered: A closer's error for rows without a completion.
         source_storage: Of the input; None: by its uri.
 
@@ -91,23 +97,149 @@ def write_part(
         unanswered=unanswered,
         source_storage=source_storage,
     )
-    schema = output_schema(source_schema, spec)
-    uri = folder.part(shard.index)
-    with storage.stage(uri) as staged:
-        with pq.ParquetWriter(staged.file, schema, compression="zstd") as writer:
-            for table in rows.tables(schema):
-                writer.write_table(table, row_group_size=max(table.num_rows, 1))
-            writer.add_key_value_metadata(_identity(folder, shard, spec_digest, rows))
-        _verify(staged, shard, schema, spec)
+    target = _Target(storage, folder, shard, attempt)
+    owner = _owner(folder, shard, spec_digest)
+    with _built(storage, target.uri, shard, rows, output_schema(source_schema, spec), spec, owner) as staged:
         try:
-            info = staged.create()
+            info = staged.create() if target.is_final else staged.replace()
         except ObjectExistsError:
             existing = find_part(storage, folder, shard, spec_digest)
             if existing is None:
                 raise
             return existing
     failpoint("after_part_put")
-    return _part_info(info, rows.counts, rows.tokens, rows.error_codes, adopted=False)
+    return _written(folder, shard, info, rows)
+
+
+def replace_part(
+    storage: Storage,
+    folder: OutputFolder,
+    shard: ShardRange,
+    completions: Mapping[int, Completion],
+    *,
+    etag: str,
+    spec: JobSpec,
+    spec_digest: str,
+    source_schema: pa.Schema,
+    model: str,
+    attempt: int = 0,
+    source_storage: Storage | None = None,
+) -> PartInfo:
+    """Build the part anew with the answers of a retry and put it in the old one's place, in one conditional write.
+
+    Rows with a completion are taken over bit for bit, whatever `completions` says of them; so is an error row that has
+    no new completion. Safe to run again after a crash: a part that this retry has put in place already is adopted.
+
+    Args:
+        storage: Of the output.
+        folder: Of the job.
+        shard: Which rows.
+        completions: Of the rows that ran again, by row_index: answers, or errors once more.
+        etag: Of the part to replace, as the shard's last commit recorded it.
+        spec: Of the job.
+        spec_digest: Of the job.
+        source_schema: `job_source_schema`.
+        model: Value of the `model` column, of the rows that ran again.
+        attempt: Of the lease; see `write_part`.
+        source_storage: Of the input; None: by its uri.
+
+    Raises:
+        PreconditionFailedError: the part is not the one of `etag`, nor one that this retry has made of it.
+        StorageError: the part is gone, the source has changed, reading or writing failed. The old part stands.
+    """
+    existing = _require_part(storage, folder, shard, spec_digest)
+    target = _Target(storage, folder, shard, attempt)
+    if target.is_final and existing.etag != etag:  # elsewhere the fence of the commit decides, not the etag
+        return _adopt_replacement(existing, etag)
+    kept = kept_rows(read_part(storage, existing.uri, shard, spec=spec, etag=existing.etag), completions)
+    if len(kept) == shard.num_rows:
+        return existing
+    rows = PartRows(
+        shard,
+        completions,
+        spec=spec,
+        model=model,
+        source_schema=source_schema,
+        kept=kept,
+        source_storage=source_storage,
+    )
+    owner = {**_owner(folder, shard, spec_digest), _KEYS["replaces"]: etag.encode()}
+    with _built(storage, target.uri, shard, rows, output_schema(source_schema, spec), spec, owner) as staged:
+        try:
+            info = staged.replace(etag=etag if target.is_final else None)
+        except PreconditionFailedError:
+            return _adopt_replacement(_require_part(storage, folder, shard, spec_digest), etag)
+    failpoint("after_part_put")
+    return _written(folder, shard, info, rows)
+
+
+def publish_part(storage: Storage, folder: OutputFolder, shard_index: int, attempt: int) -> None:
+    """Give a committed part its final name where creation is not atomic; elsewhere it has it, and nothing is done.
+
+    Call it after the commit of `attempt` was accepted, and only then: the fence is what makes one writer of many. Safe
+    to repeat; the end of the job does it for all whose worker died in between.
+    """
+    target = _Target(storage, folder, ShardRange(index=shard_index, source_file="", row_start=0, row_end=0), attempt)
+    if not target.is_final and storage.stat(target.uri) is not None:
+        storage.copy(target.uri, folder.part(shard_index))
+
+
+class _Target:
+    """Where an attempt writes its part: under its final name, or where creation is not atomic under its own."""
+
+    def __init__(self, storage: Storage, folder: OutputFolder, shard: ShardRange, attempt: int) -> None:
+        self.is_final = storage.creates_atomically(folder.root)
+        self.uri = folder.part(shard.index) if self.is_final else folder.attempt_part(shard.index, attempt)
+
+
+@contextlib.contextmanager
+def _built(
+    storage: Storage,
+    uri: str,
+    shard: ShardRange,
+    rows: PartRows,
+    schema: pa.Schema,
+    spec: JobSpec,
+    owner: Mapping[bytes, bytes],
+) -> Iterator[StagedObject]:
+    with storage.stage(uri) as staged:
+        with pq.ParquetWriter(staged.file, schema, compression="zstd") as writer:
+            for table in rows.tables(schema):
+                writer.write_table(table, row_group_size=max(table.num_rows, 1))
+            writer.add_key_value_metadata({**owner, _KEYS["counts"]: _counts(rows)})
+        _verify(staged, shard, schema, spec)
+        yield staged
+
+
+def _written(folder: OutputFolder, shard: ShardRange, info: ObjectInfo, rows: PartRows) -> PartInfo:
+    return PartInfo(
+        uri=folder.part(shard.index),
+        bytes=info.size_bytes,
+        etag=info.etag,
+        rows=rows.counts,
+        tokens=rows.tokens,
+        error_codes=rows.error_codes,
+        adopted=False,
+    )
+
+
+def _require_part(storage: Storage, folder: OutputFolder, shard: ShardRange, spec_digest: str) -> PartInfo:
+    existing = find_part(storage, folder, shard, spec_digest)
+    if existing is None:
+        raise StorageError(
+            f"the committed part {folder.part(shard.index)} is gone: something other than nightmill removed it",
+            hint="put the file back and retry again, or submit the job anew into another output",
+        )
+    return existing
+
+
+def _adopt_replacement(existing: PartInfo, etag: str) -> PartInfo:
+    if existing.replaces == etag:
+        return existing
+    raise PreconditionFailedError(
+        f"{existing.uri} is not the part that was committed: its etag is {existing.etag}, not {etag}",
+        hint="something other than nightmill wrote it: put the file back and retry again",
+    )
 
 
 def find_part(storage: Storage, folder: OutputFolder, shard: ShardRange, spec_digest: str) -> PartInfo | None:
@@ -121,7 +253,7 @@ def find_part(storage: Storage, folder: OutputFolder, shard: ShardRange, spec_di
     if info is None:
         return None
     try:
-        with storage.open_input(uri) as stream:
+        with storage.open_input(uri, etag=info.etag) as stream:
             metadata = pq.ParquetFile(stream).metadata.metadata or {}
     except (pa.ArrowException, OSError) as error:
         raise _occupied(uri, f"it is not readable ({error})") from error
@@ -130,22 +262,16 @@ def find_part(storage: Storage, folder: OutputFolder, shard: ShardRange, spec_di
         owner = metadata.get(_KEYS["job_id"], b"no job").decode(errors="replace")
         raise _occupied(uri, f"it is of {owner}, not shard {shard.index} of {folder.job_id} with this spec")
     counts = json.loads(metadata[_KEYS["counts"]])
-    return _part_info(
-        info, RowCounts(**counts["rows"]), TokenCounts(**counts["tokens"]), counts["error_codes"], adopted=True
-    )
-
-
-def _part_info(
-    info: ObjectInfo, rows: RowCounts, tokens: TokenCounts, error_codes: dict[str, int], *, adopted: bool
-) -> PartInfo:
+    replaces = metadata.get(_KEYS["replaces"])
     return PartInfo(
-        uri=info.uri,
+        uri=uri,
         bytes=info.size_bytes,
         etag=info.etag,
-        rows=rows,
-        tokens=tokens,
-        error_codes=error_codes,
-        adopted=adopted,
+        rows=RowCounts(**counts["rows"]),
+        tokens=TokenCounts(**counts["tokens"]),
+        error_codes=counts["error_codes"],
+        adopted=True,
+        replaces=None if replaces is None else replaces.decode(),
     )
 
 
@@ -157,13 +283,13 @@ def _owner(folder: OutputFolder, shard: ShardRange, spec_digest: str) -> dict[by
     }
 
 
-def _identity(folder: OutputFolder, shard: ShardRange, spec_digest: str, rows: PartRows) -> dict[bytes, bytes]:
+def _counts(rows: PartRows) -> bytes:
     counts = {
         "rows": {name: getattr(rows.counts, name) for name in RowCounts.__slots__},
         "tokens": {name: getattr(rows.tokens, name) for name in TokenCounts.__slots__},
         "error_codes": rows.error_codes,
     }
-    return {**_owner(folder, shard, spec_digest), _KEYS["counts"]: json.dumps(counts, sort_keys=True).encode()}
+    return json.dumps(counts, sort_keys=True).encode()
 
 
 def _verify(staged: StagedObject, shard: ShardRange, schema: pa.Schema, spec: JobSpec) -> None:

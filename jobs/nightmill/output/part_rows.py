@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from nightmill.errors import RowErrorCode, StorageError
 from nightmill.output.checkpoint import check_final, to_batch
+from nightmill.output.part_reader import PartRow
 from nightmill.reader import RowBatch, read_range
 from nightmill.records import Completion, JobSpec, RowCounts, ShardRange, TokenCounts
 from nightmill.rows.parse import custom_ids
@@ -41,6 +42,7 @@ class PartRows:
         model: str,
         source_schema: pa.Schema,
         unanswered: Unanswered | None = None,
+        kept: Mapping[int, PartRow] | None = None,
         source_storage: Storage | None = None,
     ) -> None:
         self._shard = shard
@@ -49,6 +51,7 @@ class PartRows:
         self._model = model
         self._source_schema = source_schema
         self._unanswered = unanswered
+        self._kept = kept or {}
         self._source_storage = source_storage
         self._source_name = source_name(spec.inputs, shard.source_file)
         self._rows: Counter[str] = Counter()
@@ -95,7 +98,8 @@ class PartRows:
         return pa.RecordBatch.from_arrays([*source, *appended], schema=schema)
 
     def _completion(self, row_index: int, custom_id: str) -> Completion:
-        completion = self._completions.get(row_index)
+        kept = self._kept.get(row_index)
+        completion = self._completions.get(row_index) if kept is None else kept.completion
         if completion is None:
             if self._unanswered is None:
                 raise StorageError(f"row {row_index} of {self._shard.source_file} has no completion")
@@ -132,7 +136,8 @@ class PartRows:
         seeds = [None if c.seed is None else column_seed(c.seed) for c in completions]
         columns["seed"] = pa.array(seeds, pa.int64())
         columns["source_file"] = pa.array([self._source_name] * len(completions), pa.string())
-        columns["model"] = pa.array([self._model] * len(completions), pa.string())
+        kept = (self._kept.get(c.row_index) for c in completions)
+        columns["model"] = pa.array([row.model if row else self._model for row in kept], pa.string())
         return columns
 
 

@@ -5,6 +5,7 @@ from nightmill.storage.protocol import (
     ObjectExistsError,
     ObjectInfo,
     PreconditionFailedError,
+    SourceChangedError,
     StagedObject,
     Storage,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "ObjectExistsError",
     "ObjectInfo",
     "PreconditionFailedError",
+    "SourceChangedError",
     "StagedObject",
     "Storage",
     "absolute",

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from nightmill.errors import StorageError
-from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, Storage
+from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, Storage, changed
 
 if TYPE_CHECKING:
     # Imported where a file is opened: commands that only spell locations start without Arrow.
@@ -52,10 +52,14 @@ def open_storage(uri: str) -> Storage:
 class LocalStorage:
     """Files on a disk that has hard links. A uri is a path or `file://` and a path."""
 
-    def open_input(self, uri: str) -> "pa.NativeFile":
-        """Open for random access."""
+    def open_input(self, uri: str, *, etag: str | None = None) -> "pa.NativeFile":
+        """Open for random access. What is open stays as it is when another file takes the name."""
         with _explained(uri, "read"):
-            return _random_access(absolute(uri))
+            file = _random_access(absolute(uri))
+            if etag is not None and (found := _info(Path(absolute(uri))).etag) != etag:
+                file.close()
+                raise changed(uri, expected=etag, found=found)
+            return file
 
     def stat(self, uri: str) -> ObjectInfo | None:
         """None when there is no such file (a folder is none)."""
@@ -83,6 +87,16 @@ class LocalStorage:
     def stage(self, uri: str) -> "LocalStagedObject":
         """Write to a temporary in the same folder: hard links do not cross file systems."""
         return LocalStagedObject(uri)
+
+    def creates_atomically(self, folder: str) -> bool:
+        """Hard links do."""
+        return True
+
+    def copy(self, source: str, target: str) -> None:
+        """By way of a temporary, with a rename at the end."""
+        with self.stage(target) as staged, _explained(source, "read"), Path(absolute(source)).open("rb") as file:
+            shutil.copyfileobj(file, staged.file, 2**20)
+            staged.replace()
 
     def delete(self, uri: str) -> None:
         """Remove a file."""

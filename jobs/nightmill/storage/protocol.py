@@ -26,6 +26,18 @@ class PreconditionFailedError(StorageError):
     code = "precondition_failed"
 
 
+class SourceChangedError(StorageError):
+    """An input was overwritten while a job was reading it."""
+
+    code = "source_changed"
+
+
+def changed(uri: str, *, expected: str, found: str | None) -> SourceChangedError:
+    """The error for an object that is not the one that was to be read."""
+    what = "is gone" if found is None else f"was overwritten: its etag is {found}, and was {expected} before"
+    return SourceChangedError(f"{uri} {what}", hint="Put the old file back and run again, or start a new job.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
     """An object as listed: enough to tell whether it has changed."""
@@ -70,8 +82,13 @@ class Storage(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def open_input(self, uri: str) -> "pa.NativeFile":
-        """Open for random access (ranged reads); the caller closes it. Raises StorageError when it is missing."""
+    def open_input(self, uri: str, *, etag: str | None = None) -> "pa.NativeFile":
+        """Open for random access (ranged reads); the caller closes it.
+
+        Raises:
+            SourceChangedError: `etag` is given and is not, or no longer, the object's: now, or at a later read.
+            StorageError: it is missing or cannot be read.
+        """
         ...
 
     def stat(self, uri: str) -> ObjectInfo | None:
@@ -84,6 +101,14 @@ class Storage(Protocol):
 
     def stage(self, uri: str) -> StagedObject:
         """Begin to write an object."""
+        ...
+
+    def creates_atomically(self, folder: str) -> bool:
+        """Whether `create` below `folder` refuses a taken name also when several write at once."""
+        ...
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object over another name, whatever is there, without a moment in which half of it can be seen."""
         ...
 
     def delete(self, uri: str) -> None:
