@@ -42,6 +42,11 @@ class Settings:
     failpoint: str = ""  # NIGHTMILL_FAILPOINT: see failpoint.py; tests only
 
     @property
+    def is_embedded(self) -> bool:
+        """True: the store is a file of this machine, and only its own processes see it."""
+        return self.database_url.startswith("sqlite:")
+
+    @property
     def workers_dir(self) -> Path:
         """Where each running worker of this machine holds its lock file."""
         return self.home / "workers"
