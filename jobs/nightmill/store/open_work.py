@@ -1,0 +1,31 @@
+"""What a worker of the fleet asks before it claims: whose is this shard, which jobs have something to claim."""
+
+from sqlalchemy import Connection, case, exists, select, update
+
+from nightmill.schema import jobs, shards
+from nightmill.states import ShardState, Tier
+from nightmill.store.leases import may_run
+
+_tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
+
+
+def job_of_shard(connection: Connection, shard_id: int) -> str | None:
+    """The job of a shard; None when there is no such shard."""
+    job_id: str | None = connection.scalar(select(shards.c.job_id).where(shards.c.shard_id == shard_id))
+    return job_id
+
+
+def claimable_jobs(connection: Connection) -> list[tuple[str, Tier]]:
+    """Jobs with a shard that `claim` would grant now, by tier, then oldest first."""
+    available = exists().where(shards.c.job_id == jobs.c.job_id, shards.c.state == ShardState.AVAILABLE, may_run())
+    query = select(jobs.c.job_id, jobs.c.tier).where(available)
+    rows = connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id))
+    return [(row.job_id, Tier(row.tier)) for row in rows]
+
+
+def pin_model(connection: Connection, job_id: str, digest: str) -> str | None:
+    """Say which content the job's model has; returns what was said first, None when there is no such job."""
+    unset = update(jobs).where(jobs.c.job_id == job_id, jobs.c.model_digest.is_(None))
+    connection.execute(unset.values(model_digest=digest))
+    pinned: str | None = connection.scalar(select(jobs.c.model_digest).where(jobs.c.job_id == job_id))
+    return pinned
