@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TypedDict
 
 from nightmill.durations import parse_duration
-from nightmill.records import JobOptions, JobSpec, ModelSpec
+from nightmill.records import JobInfo, JobOptions, JobSpec, ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 
@@ -101,3 +101,28 @@ def read_flags(inputs: Sequence[str], output: str, model: str, flags: JobFlags) 
         options["tier"] = Tier(options["tier"])
     expires_in_s = None if expires_in is None else parse_duration(expires_in)
     return spec, JobOptions(**options, expires_in_s=expires_in_s)
+
+
+def ignored_options(wanted: JobOptions, job: JobInfo) -> list[str]:
+    """A line for each option that was asked for and that an existing job does not take over: it keeps its own."""
+    lines = []
+    defaults = JobOptions()
+    for name, flag in _KEPT.items():
+        kept, asked = getattr(job.options, name), getattr(wanted, name)
+        if asked not in (kept, getattr(defaults, name)):
+            lines.append(
+                f"note: {flag} {_show(asked)} changes nothing: job {job.job_id} was made with {_show(kept)} before"
+            )
+    return lines
+
+
+_KEPT = {
+    "shard_rows": "--shard-rows",
+    "tier": "--tier",
+    "max_failed_rows": "--max-failed-rows",
+    "expires_in_s": "--expires-in",
+}
+
+
+def _show(value: object) -> str:
+    return "(not set)" if value is None else f"{value:g} s" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""From what a person types to a job: its id, its output location, or nothing for the last one."""
+"""What the commands that look at a job have in common: the store, and the argument that names the job."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from nightmill.config import Settings
-from nightmill.errors import NotFoundError
-from nightmill.records import JobInfo
-from nightmill.storage import absolute
+from nightmill.lookup import find_job
 from nightmill.store import Store
+
+__all__ = ["find_job", "job_argument", "open_store"]
 
 
 @contextmanager
@@ -22,33 +22,6 @@ def open_store() -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def find_job(store: Store, reference: str | None) -> JobInfo:
-    """The job with this id or this output location; without a reference the last one submitted.
-
-    Raises:
-        NotFoundError: There is none.
-    """
-    if reference is None:
-        last = store.jobs(limit=1)
-        if not last:
-            raise NotFoundError("there are no jobs in this store yet", hint=_WHERE)
-        return last[0]
-    if not reference or reference != reference.encode(errors="replace").decode():
-        raise NotFoundError(f"no job has the id or the output {reference!r}", hint=_WHERE)
-    if "/" not in reference and "\\" not in reference:
-        try:
-            return store.job(reference)
-        except NotFoundError:
-            pass  # a folder name, perhaps
-    job = store.job_for_output(absolute(reference))
-    if job is None:
-        raise NotFoundError(f"no job has the id or the output {reference!r}", hint=_WHERE)
-    return job
-
-
-_WHERE = "`nightmill list` shows the jobs of this store; NIGHTMILL_HOME or DATABASE_URL choose another store."
 
 
 def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:

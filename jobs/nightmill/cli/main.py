@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 COMMANDS = {
+    "submit": "nightmill.cli.submit:submit",
     "status": "nightmill.cli.status:status",
     "list": "nightmill.cli.jobs:list_jobs",
+    "watch": "nightmill.cli.watch:watch",
+    "wait": "nightmill.cli.wait:wait",
     "errors": "nightmill.cli.row_errors:row_errors",
     "results": "nightmill.cli.results:results",
     "validate": "nightmill.cli.validate:validate",
     "cancel": "nightmill.cli.cancel:cancel",
+    "retry": "nightmill.cli.retry:retry",
     "doctor": "nightmill.cli.doctor:doctor",
 }
 # Help lists the commands of the entry-point group without importing them: theirs are the heavy packages.
@@ -138,7 +142,8 @@ def _command(value: object) -> click.Command:
 @click.group(
     cls=NightmillGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 validation, 4 not found, 5 rows failed, 6 cancelled or expired.",
+    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 validation, 4 not found, 5 rows failed, 6 cancelled or expired, "
+    "124 wait timed out.",
 )
 @click.version_option(__version__, prog_name="nightmill")
 def cli() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -27,6 +28,12 @@ def show_note(text: str) -> None:
 def show_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """One JSON value, on one line: `jq` and log collectors both like that."""
     click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def show_value(value: object) -> None:
+    """One bare value on stdout, at once: scripts take it as it is."""
+    click.echo(str(value))
+    sys.stdout.flush()
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -68,3 +75,4 @@ def _text(value: object) -> str:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON value on stdout.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No talk on stderr but errors.")
