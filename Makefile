@@ -45,6 +45,10 @@ lint: $(VENV)/.dev  ## ruff, mypy strict, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: docs
+docs: $(VENV)/.dev  ## write docs/cli.md from the commands' help
+	$(BIN)/python -m nightmill.cli.reference > docs/cli.md
+
 .PHONY: services
 services: $(VENV)/.dev  ## install PostgreSQL, RabbitMQ and Ceph (Debian packages, as root) without starting anything
 	@$(BIN)/python -m deploy.native.packages
