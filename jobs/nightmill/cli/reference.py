@@ -1,4 +1,4 @@
-"""The reference of the command line, from the commands themselves: `python -m nightmill.cli.reference > docs/cli.md`."""
+"""The reference of the command line, made from the commands: `python -m nightmill.cli.reference > docs/cli.md`."""
 
 import click
 
@@ -12,7 +12,8 @@ _INTRO = """\
 Made by `make docs` from the commands' own help; a test keeps it true.
 
 Data goes to stdout, talk to stderr. `--json` gives one JSON value on stdout (`errors` and `watch`: one a line).
-`run`, `worker`, `bench` and `simulate` need `pip install 'nightmill[worker]'`; the others run where `pip install nightmill` did.
+`run`, `worker`, `bench` and `simulate` need `pip install 'nightmill[worker]'`; for the others `pip install nightmill`
+is enough.
 
 | exit code | |
 |---|---|
