@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    ColumnElement,
     DateTime,
     Dialect,
     ForeignKey,
@@ -19,17 +21,24 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    bindparam,
+    text,
 )
 
 from nightmill.states import TERMINAL_SHARD, JobStatus, ShardState, Tier
 
-REVISION = "0001"
+REVISION = "0002"
 """The migration that ends at these tables. Compared at start, so that alembic is imported only to change something."""
 
 
 def one_of(column: str, values: Iterable[StrEnum]) -> str:
     """SQL that holds when `column` is one of the values."""
     return f"{column} IN ({', '.join(repr(v.value) for v in sorted(values))})"
+
+
+def _where(condition: str) -> dict[str, Any]:
+    """A partial index. Queries must name the state as a literal, not a parameter, for a planner to find it."""
+    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -70,6 +79,7 @@ jobs = Table(
     Column("output", Text, nullable=False),
     Column("idempotency_key", Text),
     Column("max_failures", Integer, nullable=False),
+    Column("generation", Integer, nullable=False, server_default="0"),  # how often it was retried
     Column("error_code", String(64)),  # set while still in_progress: the job is failing, shards are being closed
     Column("error_message", Text),
     Column("created_at", UtcDateTime, nullable=False),
@@ -111,6 +121,7 @@ shards = Table(
     Column("state", String(16), nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("num_failures", Integer, nullable=False, server_default="0"),
+    Column("generation", Integer, nullable=False, server_default="0"),  # the job's, when a retry opened it again
     # The lease.
     Column("worker_id", String(120)),
     Column("claim_token", String(32)),  # tells our own claim, whose answer was lost, from another thread's
@@ -129,12 +140,14 @@ shards = Table(
     _counter("completion_tokens"),
     _counter("cached_tokens"),
     Column("progress_at", UtcDateTime),
-    # The part.
+    # The part. While a retry is open: the one that stands and is to be replaced.
     Column("error_codes", Text),  # JSON: RowErrorCode -> rows
     Column("part_uri", Text),
     Column("part_bytes", BigInteger),
     Column("part_etag", Text),
-    Column("rung_at", UtcDateTime),  # last time a message was sent for it
+    # The bell.
+    Column("rung_at", UtcDateTime),  # last time a message for it was put into the outbox
+    Column("num_rings", Integer, nullable=False, server_default="0"),  # in vain, since it became available
     CheckConstraint(one_of("state", ShardState), "state"),
     CheckConstraint(f"close_as IS NULL OR {one_of('close_as', TERMINAL_SHARD - {ShardState.COMMITTED})}", "close_as"),
     CheckConstraint("row_start >= 0 AND row_start < row_end", "range"),
@@ -148,10 +161,19 @@ shards = Table(
         " AND rows_completed + rows_failed + rows_cancelled = row_end - row_start)",
         "every_row_once",
     ),
+    CheckConstraint(f"(part_uri IS NOT NULL) = ({one_of('state', TERMINAL_SHARD)} OR generation > 0)", "part"),
+    CheckConstraint("generation >= 0 AND (generation = 0 OR part_etag IS NOT NULL)", "generation"),
     UniqueConstraint("job_id", "shard_index"),
-    Index(None, "state", "lease_expires_at"),
-    Index(None, "worker_id"),
+    # A heartbeat changes no indexed column: PostgreSQL then writes the row and no index (HOT).
+    Index("ix_shards_available", "job_id", "shard_index", **_where("state = 'available'")),
+    Index("ix_shards_leased", "job_id", **_where("state = 'leased'")),
 )
+
+
+def in_state(state: ShardState) -> ColumnElement[bool]:
+    """A shard in this state. The state is written into the text: only so can the partial indexes be used."""
+    return shards.c.state == bindparam(f"in_{state.value}", state.value, literal_execute=True)
+
 
 outbox = Table(
     "outbox",
@@ -161,4 +183,6 @@ outbox = Table(
     Column("tier", String(8), nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
     CheckConstraint(one_of("tier", Tier), "tier"),
+    Index(None, "tier", "outbox_id"),
+    Index(None, "shard_id"),
 )

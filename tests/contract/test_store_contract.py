@@ -1,7 +1,7 @@
 """What every database behind `Store` must do. A new one is one more entry of BACKENDS."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from nightmill.store import Store, leases
 
 PAST = -1.0  # a lease of this many seconds has run out when it begins: no test waits
 
-Backend = Callable[[Path], Iterator[Store]]
+BACKENDS = ("sqlite", "postgres")
 
 
 @cache
@@ -43,20 +43,16 @@ def _migrated_sqlite() -> bytes:
         return path.read_bytes()
 
 
-def sqlite_store(folder: Path) -> Iterator[Store]:
-    path = folder / "store.db"
-    path.write_bytes(_migrated_sqlite())
-    store = Store(f"sqlite:///{path}")
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "sqlite":
+        path = tmp_path / "store.db"
+        path.write_bytes(_migrated_sqlite())
+        store = Store(f"sqlite:///{path}", rings=True)
+    else:
+        store = Store(request.getfixturevalue("postgres_store_url"))
     yield store
     store.close()
-
-
-BACKENDS: dict[str, Backend] = {"sqlite": sqlite_store}
-
-
-@pytest.fixture(params=list(BACKENDS))
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    yield from BACKENDS[request.param](tmp_path)
 
 
 def claim_first(store: Store, worker_id: str = "w1", ttl_s: float = 30.0) -> ShardLease:

@@ -1,15 +1,17 @@
 """Connections and transactions: SQLite's pragmas, and the retry of whole transactions."""
 
+import itertools
 import random
+import re
 import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from nightmill.errors import ConfigError, StorageError
@@ -18,6 +20,7 @@ Result = TypeVar("Result")
 
 BUSY_TIMEOUT_S = 30.0
 _MAX_TRIES = 8
+_MAX_TRIES_AWAY = 16  # about 25 s: a server that crashed is back by then, and leases live for 30 s
 _MIN_SQLITE = (3, 35, 0)  # RETURNING
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -41,22 +44,30 @@ class Database:
 
         The answer to a COMMIT can be lost: `function` must give the same answer when its first run did take effect.
         """
-        return self._run(function, {})
+        return self.retried(lambda: self._run(function, {}))
 
     def read(self, function: Callable[[Connection], Result]) -> Result:
         """Run `function` on one consistent view; takes no lock that a writer waits for."""
-        return self._run(function, {"nightmill_read_only": True})
+        options: dict[str, Any] = {"nightmill_read_only": True}
+        if not self.is_sqlite:
+            options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        return self.retried(lambda: self._run(function, options))
 
     def _run(self, function: Callable[[Connection], Result], options: dict[str, Any]) -> Result:
-        for attempt in range(1, _MAX_TRIES + 1):
+        with self.engine.connect() as connection:
+            connection.execution_options(**options)
+            with connection.begin():
+                return function(connection)
+
+    def retried(self, function: Callable[[], Result]) -> Result:
+        """Call it again while the database is busy, or away: a server that crashes comes back within seconds."""
+        for attempt in itertools.count(1):
             try:
-                with self.engine.connect() as connection:
-                    connection.execution_options(**options)
-                    with connection.begin():
-                        return function(connection)
+                return function()
             except (DBAPIError, PoolTimeoutError) as error:
-                if not can_retry(error) or attempt == _MAX_TRIES:
-                    raise _explain(error, self.url.render_as_string(hide_password=True)) from error
+                tries = _MAX_TRIES_AWAY if is_away(error) else _MAX_TRIES
+                if not can_retry(error) or attempt >= tries:
+                    raise _explain(error, self.url) from error
             time.sleep(min(2.0, 0.05 * 2**attempt) * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
 
@@ -72,19 +83,37 @@ def can_retry(error: DBAPIError | PoolTimeoutError) -> bool:
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) in _BUSY
     sqlstate = getattr(error.orig, "sqlstate", None)
-    if sqlstate is None:
-        # psycopg: the server could not be reached, or the connection went away.
-        return error.connection_invalidated or isinstance(error, OperationalError)
-    return str(sqlstate).startswith(_RETRY_SQLSTATE)
+    return is_away(error) if sqlstate is None else str(sqlstate).startswith(_RETRY_SQLSTATE)
 
 
-def _explain(error: DBAPIError | PoolTimeoutError, url: str) -> Exception:
+def is_away(error: DBAPIError | PoolTimeoutError) -> bool:
+    """True when the server cannot be reached, has closed the connection, or is just starting or stopping."""
+    if isinstance(error, PoolTimeoutError) or isinstance(error.orig, sqlite3.Error):
+        return False
+    sqlstate = getattr(error.orig, "sqlstate", None)
+    if sqlstate is not None:
+        return str(sqlstate).startswith(("08", "57P"))
+    # psycopg: whatever goes wrong while connecting has no code, also what no patience heals.
+    return isinstance(error, OperationalError | InterfaceError) and not _REFUSED.search(str(error.orig))
+
+
+# FATAL is the server's own word, in English with C messages; "starting up", "shutting down" and "too many" pass.
+_REFUSED = re.compile(r"(database|role) \".*\" does not exist|authentication failed|no pg_hba\.conf entry|no password")
+
+
+def _explain(error: DBAPIError | PoolTimeoutError, to: URL) -> Exception:
     """Trouble of the machine becomes a StorageError; anything else is a bug of ours and keeps its traceback."""
     cause = str(getattr(error, "orig", error)).strip()
+    url = to.render_as_string(hide_password=True)
     if isinstance(error, DBAPIError) and isinstance(error.orig, sqlite3.Error) and _sqlite_code(error.orig) in _DAMAGED:
         return StorageError(
             f"the job store {url} is damaged, or no database at all: {cause}",
             hint="move that file away: a new store finds unfinished jobs again by the folders they write to",
+        )
+    if isinstance(error, OperationalError | PoolTimeoutError | InterfaceError) and to.get_backend_name() != "sqlite":
+        return StorageError(
+            f"the job store {url} failed: {cause}",
+            hint="check that PostgreSQL runs there and DATABASE_URL is right; the same command again resumes",
         )
     if isinstance(error, OperationalError | PoolTimeoutError):
         return StorageError(

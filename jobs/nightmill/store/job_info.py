@@ -111,6 +111,7 @@ def _info(row: Row[Any], states: Sequence[Row[Any]], codes: Counter[str]) -> Job
         rows_running=sums["rows_running"],
         rows_resumed=sums["rows_resumed"],
         rows_recomputed=sums["rows_recomputed"],
+        generation=row.generation,
         created_at=row.created_at,
         started_at=row.started_at,
         finished_at=row.finished_at,

@@ -8,14 +8,24 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, insert, or_, sel
 from nightmill.canonical import encode
 from nightmill.errors import JobStateError
 from nightmill.records import JobInfo, JobOptions, JobSpec, ShardRange, SourceFile
-from nightmill.schema import jobs, shards, sources
-from nightmill.states import JOB_MOVES, TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState
+from nightmill.schema import in_state, jobs, shards, sources
+from nightmill.states import JOB_MOVES, OPEN_SHARD, TERMINAL_JOB, JobStatus, ShardState
 from nightmill.store.clock import now
 from nightmill.store.job_info import job
 from nightmill.store.leases import LIVE_JOB, job_may_run
 
 _CANCELLABLE = tuple(status for status, moves in JOB_MOVES.items() if JobStatus.CANCELLING in moves)
-_unfinished = exists().where(shards.c.job_id == jobs.c.job_id, shards.c.state.not_in(TERMINAL_SHARD))
+# Two questions, each answered by an index of few rows.
+_unfinished = or_(*(exists().where(shards.c.job_id == jobs.c.job_id, in_state(state)) for state in sorted(OPEN_SHARD)))
+
+
+def existing(connection: Connection, job_id: str, idempotency_key: str | None) -> JobInfo | None:
+    """The job that has this id or this idempotency key."""
+    same = jobs.c.job_id == job_id
+    if idempotency_key is not None:
+        same = or_(same, jobs.c.idempotency_key == idempotency_key)
+    known = connection.scalar(select(jobs.c.job_id).where(same))
+    return None if known is None else job(connection, known)
 
 
 def create(
@@ -28,16 +38,7 @@ def create(
     ranges: Sequence[ShardRange],
     model_digest: str | None,
 ) -> JobInfo:
-    """Insert a job with its sources and shards, all or nothing, as `queued`.
-
-    When the id or the idempotency key is there already, that job is returned and nothing is written.
-    """
-    same = jobs.c.job_id == job_id
-    if options.idempotency_key is not None:
-        same = or_(same, jobs.c.idempotency_key == options.idempotency_key)
-    existing = connection.scalar(select(jobs.c.job_id).where(same))
-    if existing is not None:
-        return job(connection, existing)
+    """Insert a job with its sources and shards, all or nothing, as `queued`."""
     connection.execute(
         insert(jobs).values(
             job_id=job_id,
@@ -63,10 +64,10 @@ def create(
         ],
     )
     connection.execute(
-        insert(shards),
+        insert(shards).values(state=ShardState.AVAILABLE, rung_at=now()),
         [
             {"job_id": job_id, "shard_index": r.index, "source_file": r.source_file, "row_start": r.row_start}
-            | {"row_end": r.row_end, "state": ShardState.AVAILABLE}
+            | {"row_end": r.row_end}
             for r in ranges
         ],
     )
@@ -75,7 +76,7 @@ def create(
 
 def has_live_leases(connection: Connection, job_id: str) -> bool:
     """True while somebody holds a shard of the job by a lease that has not run out."""
-    held = and_(shards.c.job_id == job_id, shards.c.state == ShardState.LEASED, shards.c.lease_expires_at > now())
+    held = and_(shards.c.job_id == job_id, in_state(ShardState.LEASED), shards.c.lease_expires_at > now())
     return bool(connection.scalar(select(exists().where(held))))
 
 

@@ -1,14 +1,19 @@
-"""Leases: take, renew, give back, lose. Every write names the state it expects, and the attempt where one holds it."""
+"""Leases: take, renew, give back, lose. Every write names the state it expects, and the attempt where one holds it.
 
-from collections.abc import Mapping, Sequence
+Transactions that lock several shards do so in the order of their ids: two of them never wait crosswise.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, update
 
 from nightmill.records import ShardLease, ShardProgress, ShardRange
-from nightmill.schema import jobs, shards
+from nightmill.schema import in_state, jobs, shards
 from nightmill.states import JobStatus, ShardState
 from nightmill.store.clock import now
+from nightmill.store.json_rows import json_rows, number
 
 LEASE_TTL_S = 30.0
 HEARTBEAT_S = 7.0  # under a quarter of the TTL: three in a row may be late
@@ -23,6 +28,8 @@ _free: dict[str, Any] = {
     "close_as": None,
     "lease_expires_at": None,
     "rows_running": 0,
+    "rung_at": now(),  # whoever frees a shard rings for it
+    "num_rings": 0,
 }
 
 
@@ -63,7 +70,7 @@ def claim(
         update(shards)
         .where(
             shards.c.shard_id == shard_id,
-            shards.c.state == ShardState.AVAILABLE,
+            in_state(ShardState.AVAILABLE),
             exists().where(jobs.c.job_id == shards.c.job_id, condition),
         )
         .values(
@@ -85,7 +92,7 @@ def claim(
     connection.execute(
         update(jobs)
         .where(jobs.c.job_id == taken.job_id, jobs.c.status == JobStatus.QUEUED)
-        .values(status=JobStatus.IN_PROGRESS, started_at=now())
+        .values(status=JobStatus.IN_PROGRESS, started_at=func.coalesce(jobs.c.started_at, now()))
     )
     return _lease(taken)
 
@@ -101,6 +108,8 @@ def _lease(row: Row[Any]) -> ShardLease:
         num_failures=row.num_failures,
         worker_id=row.worker_id,
         close_as=None if row.close_as is None else ShardState(row.close_as),
+        generation=row.generation,
+        replaces_etag=row.part_etag,
     )
 
 
@@ -108,41 +117,59 @@ def heartbeat(
     connection: Connection, worker_id: str, progress: Mapping[int, ShardProgress], ttl_s: float
 ) -> frozenset[int]:
     """Renew leases and tell progress; returns the ids that are lost. An expired lease nobody took is still ours."""
-    lost = set()
-    for shard_id in sorted(progress):  # in one order: two of these must not lock crosswise
-        if connection.execute(_renewal(worker_id, shard_id, progress[shard_id], ttl_s)).first() is None:
-            lost.add(shard_id)
-    return frozenset(lost)
+    if not progress:
+        return frozenset()
+    _lock(connection, shards.c.shard_id.in_(progress))
+    beats = json_rows(connection, json.dumps([_beat(shard_id, progress[shard_id]) for shard_id in progress]))
+    counters = {name: number(beats, name) for name in _PROGRESS}
+    durable = number(beats, "rows_durable")
+    grown = shards.c.rows_durable < durable
+    renewed = connection.scalars(
+        update(shards)
+        .where(
+            shards.c.shard_id == number(beats, "shard_id"),
+            in_state(ShardState.LEASED),
+            shards.c.worker_id == worker_id,
+            shards.c.attempt == number(beats, "attempt"),
+        )
+        .values(
+            lease_expires_at=now(ttl_s),
+            rows_running=number(beats, "rows_running"),
+            progress_at=case(
+                (or_(*(shards.c[name] != value for name, value in counters.items())), now()), else_=shards.c.progress_at
+            ),
+            rows_durable=case((grown, durable), else_=shards.c.rows_durable),
+            num_failures=case((grown, 0), else_=shards.c.num_failures),
+            **counters,
+        )
+        .returning(shards.c.shard_id)
+    )
+    return frozenset(progress) - frozenset(renewed)
 
 
-def _renewal(worker_id: str, shard_id: int, progress: ShardProgress, ttl_s: float) -> Any:
-    counters = {
+_PROGRESS = ("rows_completed", "rows_failed", "prompt_tokens", "completion_tokens", "cached_tokens")
+
+
+def _beat(shard_id: int, progress: ShardProgress) -> dict[str, int]:
+    return {
+        "shard_id": shard_id,
+        "attempt": progress.attempt,
+        "rows_running": progress.rows_running,
+        "rows_durable": progress.rows_durable,
         "rows_completed": progress.rows_completed,
         "rows_failed": progress.rows_failed,
         "prompt_tokens": progress.tokens.prompt,
         "completion_tokens": progress.tokens.completion,
         "cached_tokens": progress.tokens.cached,
     }
-    moved = or_(*(shards.c[name] != value for name, value in counters.items()))
-    grown = shards.c.rows_durable < progress.rows_durable
-    return (
-        update(shards)
-        .where(
-            shards.c.shard_id == shard_id,
-            shards.c.state == ShardState.LEASED,
-            shards.c.worker_id == worker_id,
-            shards.c.attempt == progress.attempt,
-        )
-        .values(
-            lease_expires_at=now(ttl_s),
-            rows_running=progress.rows_running,
-            progress_at=case((moved, now()), else_=shards.c.progress_at),
-            rows_durable=case((grown, progress.rows_durable), else_=shards.c.rows_durable),
-            num_failures=case((grown, 0), else_=shards.c.num_failures),
-            **counters,
-        )
-        .returning(shards.c.shard_id)
+
+
+def renew(connection: Connection, lease: ShardLease, ttl_s: float) -> bool:
+    """Keep one lease, say nothing of progress; False when it is lost."""
+    renewed = connection.execute(
+        update(shards).where(*held(lease)).values(lease_expires_at=now(ttl_s)).returning(shards.c.shard_id)
     )
+    return renewed.first() is not None
 
 
 def release(connection: Connection, lease: ShardLease, *, failed: bool, progressed: bool) -> bool:
@@ -150,33 +177,49 @@ def release(connection: Connection, lease: ShardLease, *, failed: bool, progress
     charge = case((_progressed, 0), else_=shards.c.num_failures + int(failed))
     freed = connection.execute(
         update(shards)
-        .where(
-            shards.c.shard_id == lease.shard_id,
-            shards.c.state == ShardState.LEASED,
-            shards.c.attempt == lease.attempt,
-            shards.c.worker_id == lease.worker_id,
-        )
+        .where(*held(lease))
         .values(num_failures=0 if progressed else charge, **_free)
         .returning(shards.c.shard_id)
     )
     return freed.first() is not None
 
 
-def release_dead(connection: Connection, worker_ids: Sequence[str]) -> int:
-    """Take back every lease of workers known to have ended; returns how many."""
-    return _take_back(connection, shards.c.worker_id.in_(worker_ids))
+def release_dead(connection: Connection, worker_ids: Sequence[str]) -> list[int]:
+    """Take back every lease of workers known to have ended; returns their shards."""
+    theirs = and_(in_state(ShardState.LEASED), shards.c.worker_id.in_(worker_ids))
+    # Wait for a row that the dead one's last transaction still holds: nobody comes back for it later.
+    return _take_back(connection, theirs, _lock(connection, theirs))
 
 
-def expire_leases(connection: Connection) -> int:
-    """Take back every lease whose time has run out; returns how many."""
-    return _take_back(connection, shards.c.lease_expires_at < now())
+def expire_leases(connection: Connection, limit: int) -> list[int]:
+    """Take back leases whose time has run out; returns their shards. One that is just being renewed is left."""
+    late = and_(in_state(ShardState.LEASED), shards.c.lease_expires_at < now())
+    return _take_back(connection, late, _lock(connection, late, limit=limit, skip_locked=True))
 
 
-def _take_back(connection: Connection, condition: ColumnElement[bool]) -> int:
-    taken = connection.execute(
+def held(lease: ShardLease) -> tuple[ColumnElement[bool], ...]:
+    """The fence: the shard is still this attempt's."""
+    return (
+        shards.c.shard_id == lease.shard_id,
+        in_state(ShardState.LEASED),
+        shards.c.attempt == lease.attempt,
+        shards.c.worker_id == lease.worker_id,
+    )
+
+
+def _lock(
+    connection: Connection, condition: ColumnElement[bool], *, limit: int | None = None, skip_locked: bool = False
+) -> list[int]:
+    """Ids of the shards, locked in their order (SQLite: the transaction holds the lock of the whole file)."""
+    query = select(shards.c.shard_id).where(condition).order_by(shards.c.shard_id).limit(limit)
+    return list(connection.scalars(query.with_for_update(skip_locked=skip_locked)))
+
+
+def _take_back(connection: Connection, condition: ColumnElement[bool], shard_ids: Iterable[int]) -> list[int]:
+    taken = connection.scalars(
         update(shards)
-        .where(shards.c.state == ShardState.LEASED, condition)
+        .where(shards.c.shard_id.in_(shard_ids), condition)
         .values(num_failures=_num_failures_after_death, **_free)
         .returning(shards.c.shard_id)
     )
-    return len(taken.all())
+    return list(taken)

@@ -3,39 +3,70 @@
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, case, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, literal, or_, select, update
 
 from nightmill.errors import FencedError
 from nightmill.failpoint import failpoint
 from nightmill.records import CommittedShard, RowCounts, ShardLease, ShardRange, ShardResult, TokenCounts
-from nightmill.schema import jobs, shards
-from nightmill.states import TERMINAL_SHARD, ShardState, Tier
+from nightmill.schema import in_state, jobs, shards
+from nightmill.states import TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState, Tier
 from nightmill.store.clock import now
-from nightmill.store.leases import may_run, must_close
+from nightmill.store.leases import held, job_may_run, must_close
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
+OPEN_JOB = tuple(sorted(frozenset(JobStatus) - TERMINAL_JOB))
 _CLOSINGS = (ShardState.CANCELLED, ShardState.EXPIRED, ShardState.DISCARDED)  # the first that holds is the reason
 
 
-def available_shards(connection: Connection, limit: int, job_id: str | None) -> list[int]:
+def available_shards(connection: Connection, limit: int, job_id: str | None, tier: Tier | None) -> list[int]:
     """Ids that `claim` would grant now: by tier, then oldest job, then file order."""
-    query = _available(select(shards.c.shard_id), job_id).where(may_run())
-    return list(connection.scalars(query.limit(limit)))
+    may_run = and_(job_may_run(), shards.c.num_failures < jobs.c.max_failures)
+    if tier is not None:
+        may_run = and_(may_run, jobs.c.tier == tier)
+    found: list[int] = []
+    for job in _jobs_with(connection, may_run, limit, job_id):
+        query = (
+            select(shards.c.shard_id)
+            .where(shards.c.job_id == job.job_id, in_state(ShardState.AVAILABLE))
+            .where(shards.c.num_failures < job.max_failures)
+        )
+        found += connection.scalars(query.order_by(shards.c.shard_index).limit(limit - len(found)))
+        if len(found) >= limit:
+            break
+    return found
 
 
 def due_for_closing(connection: Connection, limit: int, job_id: str | None) -> list[tuple[int, ShardState]]:
     """Shards that nobody holds and nobody may run, each with the state its closer's commit lands in."""
     conditions = {reason: must_close(reason) for reason in _CLOSINGS}
+    must = or_(*conditions.values())
     reason = case(*((condition, literal(reason.value)) for reason, condition in conditions.items()))
-    query = _available(select(shards.c.shard_id, reason.label("reason")), job_id).where(or_(*conditions.values()))
-    return [(row.shard_id, ShardState(row.reason)) for row in connection.execute(query.limit(limit))]
+    found: list[tuple[int, ShardState]] = []
+    for job in _jobs_with(connection, must, limit, job_id):
+        query = (
+            select(shards.c.shard_id, reason.label("reason"))
+            .join_from(shards, jobs)
+            .where(shards.c.job_id == job.job_id, in_state(ShardState.AVAILABLE), must)
+        )
+        rows = connection.execute(query.order_by(shards.c.shard_index).limit(limit - len(found)))
+        found += [(row.shard_id, ShardState(row.reason)) for row in rows]
+        if len(found) >= limit:
+            break
+    return found
 
 
-def _available(query: Select[Any], job_id: str | None) -> Select[Any]:
-    query = query.join_from(shards, jobs).where(shards.c.state == ShardState.AVAILABLE)
+def _jobs_with(
+    connection: Connection, condition: ColumnElement[bool], limit: int, job_id: str | None
+) -> list[Row[Any]]:
+    """Jobs that have an available shard for which the condition holds, most urgent first.
+
+    Job by job, the shards are read in the order of an index; all at once, each look would sort every available one.
+    """
+    has_one = exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), condition)
+    query = select(jobs.c.job_id, jobs.c.max_failures).where(jobs.c.status.in_(OPEN_JOB), has_one)
     if job_id is not None:
-        query = query.where(shards.c.job_id == job_id)
-    return query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id, shards.c.shard_index)
+        query = query.where(jobs.c.job_id == job_id)
+    return list(connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id).limit(limit)))
 
 
 def commit(connection: Connection, lease: ShardLease, result: ShardResult) -> None:
@@ -51,12 +82,7 @@ def commit(connection: Connection, lease: ShardLease, result: ShardResult) -> No
     final = lease.close_as or ShardState.COMMITTED
     committed = connection.execute(
         update(shards)
-        .where(
-            shards.c.shard_id == lease.shard_id,
-            shards.c.state == ShardState.LEASED,
-            shards.c.attempt == lease.attempt,
-            shards.c.worker_id == lease.worker_id,
-        )
+        .where(*held(lease))
         .values(
             state=final,
             worker_id=None,

@@ -2,7 +2,9 @@
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from nightmill.records import (
@@ -16,17 +18,26 @@ from nightmill.records import (
     ShardResult,
     SourceFile,
 )
-from nightmill.states import JobStatus, ShardState
-from nightmill.store import job_info, jobs, leases, migrate, shards
+from nightmill.states import JobStatus, ShardState, Tier
+from nightmill.store import job_info, jobs, leases, migrate, open_work, outbox, retry, shards
 from nightmill.store.database import Database
+from nightmill.store.janitor_lock import janitor_lock
 from nightmill.store.leases import LEASE_TTL_S
+from nightmill.store.outbox import Publish
 
 
 class Store:
-    """Jobs and shards in SQLite or PostgreSQL. Safe to share between threads; make a new one in a new process."""
+    """Jobs and shards in SQLite or PostgreSQL. Safe to share between threads; make a new one in a new process.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: As in Settings.database_url.
+        rings: Whether freed shards leave a ring in the outbox, for a relay to send. None: on PostgreSQL; on SQLite
+            workers look into the store themselves, and nobody would ever read it.
+    """
+
+    def __init__(self, url: str, *, rings: bool | None = None) -> None:
         self._database = Database(url)
+        self._rings = not self._database.is_sqlite if rings is None else rings
         self._read = self._database.read
         self._write = self._database.write
 
@@ -55,13 +66,18 @@ class Store:
         if not sources or not shards:
             raise ValueError("a job has at least one source and one shard")
 
-        def create() -> JobInfo:
-            return self._write(lambda c: jobs.create(c, job_id, spec, digest, options, sources, shards, model_digest))
+        def create(connection: Connection) -> JobInfo:
+            if known := jobs.existing(connection, job_id, options.idempotency_key):
+                return known
+            info = jobs.create(connection, job_id, spec, digest, options, sources, shards, model_digest)
+            if self._rings:
+                outbox.ring_job(connection, job_id)
+            return info
 
         try:
-            return create()
+            return self._write(create)
         except IntegrityError:  # the same id or key was inserted between our look and our insert: now it can be seen
-            return create()
+            return self._write(create)
 
     def job(self, job_id: str) -> JobInfo:
         """What is known of a job; NotFoundError."""
@@ -120,13 +136,47 @@ class Store:
         error_message: str | None = None,
     ) -> JobInfo:
         """End a job; without a status its shards tell which. Idempotent; JobStateError on an illegal move."""
-        return self._write(lambda c: jobs.complete(c, job_id, status, error_code, error_message))
+
+        def complete(connection: Connection) -> JobInfo:
+            info = jobs.complete(connection, job_id, status, error_code, error_message)
+            if self._rings:
+                outbox.forget(connection, job_id)
+            return info
+
+        return self._write(complete)
+
+    def reset_failed_rows(self, job_id: str) -> int:
+        """Open a job that has ended again for its rows without an answer; returns how many shards have some.
+
+        NotFoundError; JobStateError when it has not ended, was abandoned, or its output belongs to a newer job.
+        """
+        generation = self.job(job_id).generation + 1
+
+        def reset(connection: Connection) -> int:
+            num_shards = retry.reset_failed_rows(connection, job_id, generation)
+            if self._rings and num_shards:
+                outbox.ring_job(connection, job_id)
+            return num_shards
+
+        return self._write(reset)
 
     # Shards
 
-    def available_shards(self, limit: int, job_id: str | None = None) -> list[int]:
+    def available_shards(self, limit: int, job_id: str | None = None, tier: Tier | None = None) -> list[int]:
         """Ids that `claim` would grant now: by tier, then oldest job, then file order."""
-        return self._read(lambda c: shards.available_shards(c, limit, job_id))
+        return self._read(lambda c: shards.available_shards(c, limit, job_id, tier))
+
+    def claimable_jobs(self) -> list[tuple[str, Tier]]:
+        """Jobs with a shard that `claim` would grant now, by tier, then oldest first."""
+        return self._read(open_work.claimable_jobs)
+
+    def job_of_shard(self, shard_id: int) -> str | None:
+        """The job of a shard; None when there is no such shard."""
+        return self._read(lambda c: open_work.job_of_shard(c, shard_id))
+
+    def pin_model(self, job_id: str, digest: str) -> str | None:
+        """Say which content the job's model has, unless that was said before; returns what holds."""
+        return self._write(lambda c: open_work.pin_model(c, job_id, digest))
 
     def due_for_closing(self, limit: int = 100, job_id: str | None = None) -> list[tuple[int, ShardState]]:
         """Shards that nobody may run any more, each with the reason to give to `claim_for_close`."""
@@ -160,14 +210,50 @@ class Store:
         """Renew the leases of these shards; returns the ids that are lost: drop their work, write nothing."""
         return self._write(lambda c: leases.heartbeat(c, worker_id, progress, ttl_s))
 
+    def renew(self, lease: ShardLease, ttl_s: float = LEASE_TTL_S) -> bool:
+        """Keep a lease whose holder has no progress to tell (a closer); False when it is lost."""
+        return self._write(lambda c: leases.renew(c, lease, ttl_s))
+
     def release(self, lease: ShardLease, *, failed: bool, progressed: bool) -> bool:
         """Give a lease back; False when it was lost before. `failed` without `progressed` uses up the budget."""
-        return self._write(lambda c: leases.release(c, lease, failed=failed, progressed=progressed))
+
+        def release(connection: Connection) -> bool:
+            freed = leases.release(connection, lease, failed=failed, progressed=progressed)
+            self._ring(connection, [lease.shard_id] if freed else [])
+            return freed
+
+        return self._write(release)
 
     def release_dead(self, worker_ids: Sequence[str]) -> int:
         """Take back the leases of workers known to have ended; returns how many."""
-        return self._write(lambda c: leases.release_dead(c, worker_ids))
+        return self._write(lambda c: self._ring(c, leases.release_dead(c, worker_ids)))
 
-    def expire_leases(self) -> int:
-        """Take back the leases whose time has run out; returns how many."""
-        return self._write(leases.expire_leases)
+    def expire_leases(self, limit: int = 1000) -> int:
+        """Take back up to `limit` leases whose time has run out; returns how many."""
+        return self._write(lambda c: self._ring(c, leases.expire_leases(c, limit)))
+
+    # Rings
+
+    def _ring(self, connection: Connection, shard_ids: Sequence[int]) -> int:
+        if self._rings and shard_ids:
+            outbox.ring(connection, shard_ids)
+        return len(shard_ids)
+
+    def relay_outbox(self, publish: Publish, limit: int = 500) -> int:
+        """Send up to `limit` rings, urgent ones first; returns how many left the outbox: 0 means that it is empty.
+
+        `publish` runs inside the transaction: when it raises, every ring stays. A ring may be sent twice.
+        """
+        return self._write(lambda c: outbox.relay(c, publish, limit))
+
+    def ring_stale(self, depths: Mapping[Tier, int], *, after_s: float = 120.0, limit: int = 1000) -> int:
+        """Owe another ring for shards rung a while ago, where the tier's queue is shorter than what waits."""
+        return self._write(lambda c: outbox.ring_stale(c, depths, after_s, limit)) if self._rings else 0
+
+    def num_owed(self) -> int:
+        """Rings in the outbox."""
+        return self._read(outbox.count)
+
+    def janitor_lock(self) -> AbstractContextManager[bool]:
+        """Whether the caller is the one janitor, until it leaves. On SQLite always: its writers wait for each other."""
+        return janitor_lock(self._database)
