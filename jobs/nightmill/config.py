@@ -20,6 +20,9 @@ _VARIABLES = frozenset(
         "NIGHTMILL_DEMO_WHEEL",
         "NIGHTMILL_LOG_LEVEL",
         "NIGHTMILL_FAILPOINT",
+        "NIGHTMILL_S3_ADDRESSING",  # these three: storage/s3_settings.py
+        "NIGHTMILL_S3_CONDITIONAL_WRITES",
+        "NIGHTMILL_S3_RETRY_S",
         "NIGHTMILL_QUEUE_TYPE",
         "NIGHTMILL_RING_AFTER_S",
     }
