@@ -48,7 +48,7 @@ def write_plot(path: Path, results: Sequence[SimulationResult], title: str) -> N
     bottom.set_xlabel("simulated seconds")
     bottom.set_ylim(0, 101)
     top.set_ylim(bottom=0)
-    top.legend(loc="lower left", frameon=False)
+    top.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(results), frameon=False)
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=130)
