@@ -3,15 +3,16 @@
 import fnmatch
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from nightmill.errors import StorageError, ValidationError
 from nightmill.reader import Extent, num_rows, open_source
 from nightmill.reader.formats import SUFFIXES
+from nightmill.reader.many import Progress, map_files
 from nightmill.records import ShardRange, SourceFile
-from nightmill.storage import Storage, absolute, open_storage
+from nightmill.storage import ObjectInfo, Storage, absolute, open_storage
+from nightmill.storage.location import joined, segments
 
 DEFAULT_SHARD_ROWS = 2000
 DEFAULT_SHARD_BYTES = 256 * 2**20
@@ -22,22 +23,31 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def list_sources(
-    inputs: Sequence[str], *, output: str | None = None, storage: Storage | None = None
+    inputs: Sequence[str],
+    *,
+    output: str | None = None,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
 ) -> tuple[SourceFile, ...]:
     """Find the input files: a file, a folder (at any depth; names that begin with `_` or `.` are skipped), or a glob.
 
     Files come in the order of the inputs, sorted within each, each file once. Files below `output` are left out, so
     that a job whose output lies inside its input sees the same files when it resumes.
 
+    Args:
+        inputs: Locations, on the local disk, in object stores, or both.
+        output: Of the job.
+        storage: Of the inputs; None: by their uris.
+        progress: Told how many files of how many have been looked at.
+
     Raises:
         ValidationError: an input does not exist, is not readable, holds no input file, or all together have no row.
     """
-    found: dict[str, SourceFile] = {}
+    found: dict[str, ObjectInfo] = {}
     for name in inputs:
-        for uri in _expand(absolute(name), output and absolute(output), storage or open_storage(name), name):
-            if uri not in found:
-                found[uri] = _describe(uri, storage or open_storage(uri))
-    sources = tuple(found.values())
+        for info in _expand(absolute(name), output and absolute(output), storage or open_storage(name), name):
+            found.setdefault(info.uri, info)
+    sources = tuple(map_files(lambda uri: _describe(found[uri], storage), list(found), progress=progress))
     if not any(source.num_rows for source in sources):
         listing = ", ".join(source.uri for source in sources[:3]) or "no input"
         raise ValidationError(f"no rows to run: {listing}", hint="Check that the input is the file you meant.")
@@ -58,48 +68,60 @@ def plan_shards(
     """
     if shard_rows < 1 or shard_bytes < 1:
         raise ValidationError(f"a shard must have at least one row and one byte, not {shard_rows} and {shard_bytes}")
-    ranges: list[ShardRange] = []
-    for source in sources:
-        with open_source(source.uri, storage) as file:
-            for start, end in _cut(file.extents, shard_rows, shard_bytes):
-                ranges.append(ShardRange(index=len(ranges), source_file=source.uri, row_start=start, row_end=end))
-    return tuple(ranges)
+
+    def cut(uri: str) -> list[tuple[int, int]]:
+        with open_source(uri, storage) as file:
+            return list(_cut(file.extents, shard_rows, shard_bytes))
+
+    uris = [source.uri for source in sources]
+    ranges = ((uri, *rows) for uri, cuts in zip(uris, map_files(cut, uris), strict=True) for rows in cuts)
+    return tuple(
+        ShardRange(index=index, source_file=uri, row_start=start, row_end=end)
+        for index, (uri, start, end) in enumerate(ranges)
+    )
 
 
 def source_name(inputs: Sequence[str], source_file: str) -> str:
     """Name a source file as output rows show it: its path below the folder that all inputs have in common.
 
-    Unique within the job, and the same wherever the data lies: seeds and default ids are made from it.
+    Unique within the job, and the same wherever the data lies: seeds and default ids are made from it. Inputs that
+    have nothing in common, a local one and one in an object store, leave a file its whole location.
     """
     uri = absolute(source_file)
-    root = os.path.commonpath([_root(absolute(name), uri) for name in inputs]) if inputs else os.path.dirname(uri)  # noqa: PTH120
-    name = os.path.relpath(uri, root)
-    return PurePosixPath(name).as_posix() if not name.startswith("..") else PurePosixPath(uri).name
+    names = segments(uri)
+    root = _common([_root(absolute(name), uri) for name in inputs]) if inputs else names[:-1]
+    if not root:
+        return uri
+    below = names[: len(root)] == root and len(names) > len(root)
+    return "/".join(names[len(root) :]) if below else names[-1]
 
 
-def _root(name: str, uri: str) -> str:
-    """Folder that an input's names are relative to, told without looking at the disk."""
-    path = PurePosixPath(name)
-    fixed: list[str] = []
-    for part in path.parts:
+def _root(name: str, uri: str) -> list[str]:
+    """Folder that an input's names are relative to, told without looking at what is there."""
+    names = segments(name)
+    for position, part in enumerate(names[1:], 1):
         if _GLOB_CHARACTERS & set(part):
-            return str(PurePosixPath(*fixed))
-        fixed.append(part)
-    return str(path.parent) if name == uri or path.suffix.lower() in SUFFIXES else name
+            return names[:position]
+    return names[:-1] if name == uri or PurePosixPath(name).suffix.lower() in SUFFIXES else names
 
 
-def _expand(name: str, output: str | None, storage: Storage, given: str) -> Iterator[str]:
-    if storage.stat(name) is not None:
-        yield name
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))]
+
+
+def _expand(name: str, output: str | None, storage: Storage, given: str) -> Iterator[ObjectInfo]:
+    info = storage.stat(name)
+    if info is not None:
+        yield info
         return
     if _GLOB_CHARACTERS & set(name):
         root = _root(name, name)
-        pattern = PurePosixPath(name).parts
-        uris = [info.uri for info in storage.list(root) if _match(PurePosixPath(info.uri).parts, pattern)]
+        pattern = segments(name)
+        infos = [info for info in storage.list(joined(root)) if _match(segments(info.uri), pattern)]
     else:
-        root = name
-        uris = [info.uri for info in storage.list(name) if info.uri.lower().endswith(SUFFIXES)]
-    visible = [uri for uri in uris if not _is_hidden(uri, root) and not (output and _is_below(uri, output))]
+        root = segments(name)
+        infos = [info for info in storage.list(name) if info.uri.lower().endswith(SUFFIXES)]
+    visible = [i for i in infos if not _is_hidden(i.uri, root) and not (output and _is_below(i.uri, output))]
     if not visible:
         raise ValidationError(
             f"{given}: there is no such file, nor a folder or glob with input files in it",
@@ -117,18 +139,17 @@ def _match(names: Sequence[str], parts: Sequence[str]) -> bool:
     return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
 
 
-def _is_hidden(uri: str, root: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in PurePosixPath(os.path.relpath(uri, root)).parts)
+def _is_hidden(uri: str, root: Sequence[str]) -> bool:
+    return any(name.startswith(("_", ".")) for name in segments(uri)[len(root) :])
 
 
 def _is_below(uri: str, folder: str) -> bool:
-    return PurePosixPath(uri).is_relative_to(folder)
+    names = segments(folder)
+    return segments(uri)[: len(names)] == names
 
 
-def _describe(uri: str, storage: Storage) -> SourceFile:
-    info = storage.stat(uri)
-    if info is None:
-        raise ValidationError(f"{uri} went away while it was being read")
+def _describe(info: ObjectInfo, storage: Storage | None) -> SourceFile:
+    uri = info.uri
     try:
         uri.encode("utf-8")
     except UnicodeEncodeError:

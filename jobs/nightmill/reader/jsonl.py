@@ -48,6 +48,7 @@ class JsonlSource:
         info = self._storage.stat(uri)
         if info is None:
             raise StorageError(f"cannot read {uri}: there is no such file")
+        self._etag = info.etag
         self._marks = _index(self._storage, uri, info.etag)
 
     @property
@@ -73,7 +74,7 @@ class JsonlSource:
         mark = self._marks[bisect.bisect_right(self._marks, row_start, key=lambda m: m.row) - 1]
         rows: list[dict[str, str | None]] = []
         num_bytes = 0
-        with reading(self._uri), self._storage.open_input(self._uri) as file:
+        with reading(self._uri), self._storage.open_input(self._uri, etag=self._etag) as file:
             file.seek(mark.offset)
             for row, line in enumerate(_lines(file), start=mark.row):
                 if row >= row_end:
@@ -114,9 +115,9 @@ class JsonlSource:
 
 @functools.lru_cache(maxsize=64)
 def _index(storage: Storage, uri: str, etag: str) -> tuple[_Mark, ...]:
-    """Marks at every _ROWS_PER_MARK rows, the last one behind the last row. `etag` only keys the cache."""
+    """Marks at every _ROWS_PER_MARK rows, the last one behind the last row."""
     marks, row, offset = [], 0, 0
-    with reading(uri), storage.open_input(uri) as file:
+    with reading(uri), storage.open_input(uri, etag=etag) as file:
         for line in _raw_lines(file):
             if not _is_blank(line):
                 if row % _ROWS_PER_MARK == 0:

@@ -159,6 +159,8 @@ def _cells(batch: pa.RecordBatch, columns: InputColumns) -> Iterator[dict[str, A
 
 def _values(column: pa.Array) -> list[Any]:
     """Python values of a column. Not every Arrow value has one: one bad cell must not stop the rest."""
+    if _has_nanoseconds(column.type):  # Python has none: with pandas installed they would be its objects
+        return [_decoded(scalar) for scalar in column]
     try:
         values: list[Any] = column.to_pylist()
     except (ValueError, OverflowError):  # not UTF-8, nanoseconds, a year that Python does not count to
@@ -193,11 +195,29 @@ def _leafwise(scalar: pa.Scalar) -> Any:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return [_leafwise(item) for item in scalar.values]
     try:
-        return scalar.as_py()
+        return _microseconds(scalar).as_py()
     except (ValueError, OverflowError):
         if types.is_temporal(kind):
             return _time_text(scalar)
         raise
+
+
+def _has_nanoseconds(kind: pa.DataType) -> bool:
+    if types.is_dictionary(kind):
+        return _has_nanoseconds(kind.value_type)
+    if types.is_nested(kind):
+        return any(_has_nanoseconds(kind.field(index).type) for index in range(kind.num_fields))
+    return types.is_temporal(kind) and getattr(kind, "unit", None) == "ns"
+
+
+def _microseconds(scalar: pa.Scalar) -> pa.Scalar:
+    """A time in nanoseconds as one in microseconds; raises ValueError when it has any."""
+    kind = scalar.type
+    if not types.is_temporal(kind) or getattr(kind, "unit", None) != "ns":
+        return scalar
+    if types.is_timestamp(kind):
+        return scalar.cast(pa.timestamp("us", kind.tz))
+    return scalar.cast(pa.time64("us") if types.is_time64(kind) else pa.duration("us"))
 
 
 def _time_text(scalar: pa.Scalar) -> str:

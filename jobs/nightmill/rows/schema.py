@@ -8,6 +8,7 @@ import pyarrow.types as types
 from nightmill.errors import ValidationError
 from nightmill.reader import is_openai_form, open_source, resolve_columns
 from nightmill.reader.jsonl import JsonlSource
+from nightmill.reader.many import map_files
 from nightmill.records import JobSpec, SourceFile
 from nightmill.storage import Storage
 
@@ -78,18 +79,15 @@ def job_source_schema(sources: Sequence[SourceFile], spec: JobSpec, *, storage: 
     Raises:
         ValidationError: a file does not fit the row contract, or two files do not fit each other.
     """
-    return unify_schemas(_checked_schemas(sources, spec, storage))
 
-
-def _checked_schemas(
-    sources: Sequence[SourceFile], spec: JobSpec, storage: Storage | None
-) -> Iterable[tuple[str, pa.Schema]]:
-    for source in sources:
-        with open_source(source.uri, storage) as file:
+    def checked(uri: str) -> tuple[str, pa.Schema]:
+        with open_source(uri, storage) as file:
             if isinstance(file, JsonlSource):
                 file.check_form()
-            resolve_columns(file.schema, spec, where=source.uri)
-            yield source.uri, file.schema
+            resolve_columns(file.schema, spec, where=uri)
+            return uri, file.schema
+
+    return unify_schemas(map_files(checked, [source.uri for source in sources]))
 
 
 def unify_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:

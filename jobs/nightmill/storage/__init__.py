@@ -1,6 +1,9 @@
-"""Where inputs are read and outputs are written: one small protocol, and the local disk behind it."""
+"""Where inputs are read and outputs are written: one small protocol, and the local disk and S3 behind it."""
 
-from nightmill.storage.local import LocalStorage, absolute, open_storage
+from nightmill.storage.local import LocalStorage
+from nightmill.storage.location import absolute
+from nightmill.storage.opening import open_storage
+from nightmill.storage.pinned import pinned
 from nightmill.storage.protocol import (
     ObjectExistsError,
     ObjectInfo,
@@ -20,4 +23,5 @@ __all__ = [
     "Storage",
     "absolute",
     "open_storage",
+    "pinned",
 ]

@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from nightmill.errors import StorageError
-from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, Storage, changed
+from nightmill.storage.location import absolute
+from nightmill.storage.protocol import ObjectExistsError, ObjectInfo, PreconditionFailedError, changed
 
 if TYPE_CHECKING:
     # Imported where a file is opened: commands that only spell locations start without Arrow.
@@ -23,29 +24,6 @@ _TEMPORARY_PREFIX = ".nightmill-"
 _TEMPORARY_SUFFIX = ".tmp"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EMLINK})
-
-
-def absolute(uri: str) -> str:
-    """Spell a location so that it means the same from any working directory: local paths become absolute.
-
-    Raises:
-        StorageError: for a scheme that is not supported.
-    """
-    if not uri:
-        raise StorageError("an empty name is no location", hint="Give a path.")
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        # Path.absolute() keeps "..", resolve() follows links.
-        return os.path.abspath(os.path.expanduser(uri))  # noqa: PTH100, PTH111
-    if scheme == "file":
-        return os.path.abspath("/" + rest.lstrip("/"))  # noqa: PTH100
-    raise StorageError(f"{uri}: locations that begin with {scheme}:// are not supported", hint="Give a local path.")
-
-
-def open_storage(uri: str) -> Storage:
-    """Give the storage that holds `uri`."""
-    absolute(uri)
-    return LocalStorage()
 
 
 @dataclass(frozen=True)
