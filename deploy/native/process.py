@@ -159,7 +159,7 @@ def _tool(name: str) -> str:
     return path
 
 
-def run_as(command: Command, *, timeout_s: float) -> "subprocess.CompletedProcess[str]":
+def run_as(command: Command, *, timeout_s: float, stdin: str | None = None) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end as its user and return what it printed; its log is not used."""
     argv = [*_wrapper(command), *command.argv]
     try:
@@ -167,7 +167,7 @@ def run_as(command: Command, *, timeout_s: float) -> "subprocess.CompletedProces
             argv,
             env=dict(command.env),
             cwd=command.cwd,
-            stdin=subprocess.DEVNULL,
+            input=stdin or "",
             capture_output=True,
             text=True,
             timeout=timeout_s,

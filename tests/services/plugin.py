@@ -18,13 +18,14 @@ from typing import TypeVar
 import pytest
 from tests.services.servers import RabbitmqBroker, S3Bucket, Vhosts
 
+from deploy.native.ceph import Ceph
 from deploy.native.failure import NotInstalledError
 from deploy.native.folder import remove, scratch
 from deploy.native.moto import Moto
 from deploy.native.postgres import Postgres
 from deploy.native.rabbitmq import Rabbitmq, RabbitmqOptions
 
-Server = TypeVar("Server", Postgres, Rabbitmq, Moto)
+Server = TypeVar("Server", Postgres, Rabbitmq, Moto, Ceph)
 _numbers = itertools.count(1)
 
 
@@ -120,7 +121,29 @@ def moto_s3(moto_server: Moto) -> Iterator[S3Bucket]:
     yield from _bucket("moto", moto_server)
 
 
-def _bucket(kind: str, server: Moto) -> Iterator[S3Bucket]:
+@pytest.fixture(scope="session")
+def ceph_server(services_dir: Path) -> Iterator[Ceph]:
+    """The session's Ceph (about 15 s)."""
+    server = _started(Ceph(services_dir / "ceph"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def ceph_s3(ceph_server: Ceph) -> Iterator[S3Bucket]:
+    """A fresh bucket on Ceph's S3 gateway."""
+    yield from _bucket("ceph", ceph_server)
+
+
+@pytest.fixture(params=["moto", "ceph"])
+def s3_server(request: pytest.FixtureRequest) -> S3Bucket:
+    """A fresh bucket on each kind of server: the test runs twice."""
+    bucket = request.getfixturevalue(f"{request.param}_s3")
+    assert isinstance(bucket, S3Bucket)
+    return bucket
+
+
+def _bucket(kind: str, server: Moto | Ceph) -> Iterator[S3Bucket]:
     if not server.running:
         server.start()
     bucket = S3Bucket(kind, server.endpoint, f"nightmill-test-{next(_numbers)}")

@@ -8,6 +8,7 @@ import pytest
 from botocore.exceptions import ClientError
 from tests.services.servers import RabbitmqBroker, S3Bucket
 
+from deploy.native.ceph import Ceph
 from deploy.native.failure import ServiceError
 from deploy.native.postgres import Postgres
 from deploy.native.rabbitmq import Rabbitmq
@@ -84,11 +85,23 @@ def test_rabbitmq_without_its_programs_says_what_to_run(rabbitmq_server: Rabbitm
         Rabbitmq(rabbitmq_server.folder / "none", chroot=rabbitmq_server.folder).start()
 
 
-def test_moto_creates_a_part_only_once(moto_s3: S3Bucket) -> None:
-    client = moto_s3.endpoint.client()
+def test_a_part_is_created_once(s3_server: S3Bucket) -> None:
+    client = s3_server.endpoint.client()
     try:
-        client.put_object(Bucket=moto_s3.bucket, Key="part", Body=b"1", IfNoneMatch="*")
+        client.put_object(Bucket=s3_server.bucket, Key="part", Body=b"1", IfNoneMatch="*")
         with pytest.raises(ClientError, match="PreconditionFailed"):
-            client.put_object(Bucket=moto_s3.bucket, Key="part", Body=b"2", IfNoneMatch="*")
+            client.put_object(Bucket=s3_server.bucket, Key="part", Body=b"2", IfNoneMatch="*")
+    finally:
+        client.close()
+
+
+def test_ceph_keeps_what_it_acknowledged_through_a_kill(ceph_s3: S3Bucket, ceph_server: Ceph) -> None:
+    client = ceph_s3.endpoint.client()
+    try:
+        client.put_object(Bucket=ceph_s3.bucket, Key="part", Body=b"1")
+        ceph_server.kill()
+        ceph_server.start()
+        with client.get_object(Bucket=ceph_s3.bucket, Key="part")["Body"] as body:
+            assert body.read() == b"1"
     finally:
         client.close()
