@@ -66,7 +66,9 @@ def make_drill() -> Callable[..., Drill]:
             fail_token=fail_token,
             num_host_pages=num_host_pages,
         )
-        options = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512, **options}
+        # Greedy: most of these tests want the pool to run out, which the growth gate is there to prevent.
+        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
+        options = {"admission": "greedy", **limits, **options}
         return Drill(config, LoopOptions(**options), _letters)
 
     return make

@@ -75,7 +75,7 @@ def test_a_tier_below_its_share_keeps_what_it_has(make_engine, make_request):
     drill = make_engine(max_num_seqs=2)
     drill.add(make_request(1, 8, max_tokens=30, tier=LOW), make_request(2, 8, max_tokens=30, tier=LOW))
     drill.step()
-    drill.loop.shares.account({HIGH: 80}, [HIGH, LOW])  # low is owed a fifth of it: normal's share too
+    drill.loop.shares.account({HIGH: 160}, [HIGH, LOW])  # low is owed a fifth of it: normal's share too
     drill.add(make_request(3, 8, max_tokens=30, tier=HIGH))
     for _ in range(5):
         drill.step()

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from nightmill.errors import ConfigError
 from nightmill.states import Tier
 from nightmill_worker.engine.fairness import JobShares, TierShares
+from nightmill_worker.engine.tier_weights import TierWeights
 
 HIGH, NORMAL, LOW = Tier.HIGH, Tier.NORMAL, Tier.LOW
 
@@ -82,10 +83,21 @@ def test_a_higher_tier_takes_from_a_lower_one_only_while_that_has_its_share():
     shares = TierShares()
     shares.account({LOW: 8192}, {LOW})
     assert shares.may_preempt(HIGH, LOW)
-    shares.account({HIGH: 8192}, {HIGH, LOW})
+    shares.account({HIGH: 16384}, {HIGH, LOW})
+    assert shares.may_preempt(HIGH, LOW)  # who has had the engine for itself gives way for a while
+    shares.account({HIGH: 16384}, {HIGH, LOW})
     assert not shares.may_preempt(HIGH, LOW)
     shares.account({LOW: 8192}, {HIGH, LOW})
     assert shares.may_preempt(HIGH, LOW)
+
+
+def test_a_tier_that_is_served_in_full_is_owed_no_more():
+    """Few urgent rows decode among many others: that they use little of their share is nobody's debt."""
+    shares = TierShares(window_tokens=10_000)
+    for _ in range(500):
+        shares.account({HIGH: 0, NORMAL: 10, LOW: 90}, {LOW})
+    assert not shares.is_starving(NORMAL)
+    assert shares.deficit(NORMAL) <= 0
 
 
 @pytest.mark.parametrize("tier", Tier)
@@ -94,10 +106,18 @@ def test_nobody_preempts_its_own_tier_or_a_higher_one(tier):
     assert not any(shares.may_preempt(tier, victim) for victim in Tier if victim.rank <= tier.rank)
 
 
-@pytest.mark.parametrize("bad", [{HIGH: -1.0, LOW: 2.0}, {}, {HIGH: 0.0}])
+def test_shares_are_read_from_text():
+    assert TierWeights.parse("high=60, low=40") == TierWeights(high=60, normal=15, low=40)
+    assert TierWeights.parse(str(TierWeights(high=1, normal=0, low=0.5))) == TierWeights(high=1, normal=0, low=0.5)
+    assert TierShares(TierWeights(high=3, normal=0, low=1)).share(LOW) == 0.25
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "high", "high=", "high=x", "urgent=3", "high=1,high=2", "high=-1", "low=nan", "high=0,normal=0,low=0"]
+)
 def test_impossible_shares_are_refused(bad):
-    with pytest.raises(ConfigError):
-        TierShares(bad)
+    with pytest.raises(ConfigError, match="tier shares"):
+        TierWeights.parse(bad)
 
 
 def test_jobs_are_served_evenly_whatever_their_request_sizes():

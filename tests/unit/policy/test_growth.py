@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from nightmill.states import Tier
 from nightmill_worker.engine.growth import Candidate, GrowthRound, Holders, Margin, grid, reserve_pages
 from nightmill_worker.engine.length_model import LengthDistribution
+from nightmill_worker.engine.tier_weights import TierWeights
 
 
 def holders(rows, known=True):
@@ -158,4 +159,4 @@ def test_the_margin_learns_from_preemptions_and_forgets_slowly():
 
 
 def test_only_lower_tiers_leave_a_reserve():
-    assert [reserve_pages(tier, 5000) for tier in Tier] == [0, 200, 200]
+    assert [reserve_pages(tier, 5000, 0.04, TierWeights()) for tier in Tier] == [0, 168, 200]

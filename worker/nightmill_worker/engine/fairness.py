@@ -6,12 +6,11 @@ the same work gives the same decisions.
 
 import heapq
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 from nightmill.errors import ConfigError
 from nightmill.states import Tier
+from nightmill_worker.engine.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
-DEFAULT_TIER_SHARES: Mapping[Tier, float] = MappingProxyType({Tier.HIGH: 0.80, Tier.NORMAL: 0.15, Tier.LOW: 0.05})
 DEFAULT_WINDOW_TOKENS = 1 << 18
 """How far back a debt reaches, in computed tokens: about 30 full steps of 8,192."""
 
@@ -19,20 +18,19 @@ DEFAULT_WINDOW_TOKENS = 1 << 18
 class TierShares:
     """Deficit accounting between tiers.
 
-    Each computed token is owed to the tiers that wanted service when it was computed, by their shares; an idle tier's
-    share flows down to the next tier that wants service (up, when none below does), and is no debt. A tier's deficit
-    is what it was owed minus what it got, bounded by its share of two windows: nobody saves up for a year.
+    Each computed token is owed to the tiers that had work when it was computed, by their shares. What a tier has no
+    use for flows down to the next that has (up, when none below has), and is no debt. A tier's deficit is what it was
+    owed minus what it got.
+
+    Bounds, in shares of the window: a tier is ahead by a fourth at most, so that who had the engine for itself
+    gives way for a while without having a claim to keep it; it starves when it is behind by a half, and then goes
+    first. With the time until a place comes free it stays within a window: nobody saves up for a year.
     """
 
-    def __init__(
-        self, shares: Mapping[Tier, float] = DEFAULT_TIER_SHARES, window_tokens: int = DEFAULT_WINDOW_TOKENS
-    ) -> None:
-        total = sum(shares.get(tier, 0.0) for tier in Tier)
-        if total <= 0 or any(share < 0 for share in shares.values()):
-            raise ConfigError(f"tier shares must be at least 0 and not all 0, not {dict(shares)!r}")
+    def __init__(self, weights: TierWeights = DEFAULT_WEIGHTS, window_tokens: int = DEFAULT_WINDOW_TOKENS) -> None:
         if window_tokens < 1:
             raise ConfigError(f"the window of tier shares must be at least 1 token, not {window_tokens}")
-        self._share = {tier: shares.get(tier, 0.0) / total for tier in Tier}
+        self._share = {tier: weights.fraction(tier) for tier in Tier}
         self._window = window_tokens
         self._deficit = dict.fromkeys(Tier, 0.0)
 
@@ -45,34 +43,45 @@ class TierShares:
         return self._deficit[tier]
 
     def account(self, computed: Mapping[Tier, int], wanting: Collection[Tier]) -> None:
-        """Book one step: tokens computed for each tier, and the tiers that had work (running or waiting) in it.
+        """Book one step.
 
-        A tier without work has its debt forgotten: it is owed nothing for the time it asked for nothing.
+        Args:
+            computed: Tokens computed for each tier.
+            wanting: Tiers with work that was not done in it, waiting or running. What one of the others computed
+                is all it had: it is owed no more than that. Without any work its debt is forgotten.
         """
-        owed = self.entitlement([tier for tier in Tier if tier in wanting or computed.get(tier, 0) > 0])
+        served = [tier for tier in Tier if tier in wanting or computed.get(tier, 0) > 0]
         total = sum(computed.values())
+        owed = self._owed(computed, wanting, total)
+        if len(served) == 1:
+            owed = {served[0]: self._share[served[0]] * total}  # the rest is nobody's: it gets it, and has no claim
         for tier in Tier:
             if tier not in owed:
                 self._deficit[tier] = 0.0
                 continue
             limit = self._window * self._share[tier]
-            deficit = self._deficit[tier] + owed[tier] * total - computed.get(tier, 0)
-            # Twice above: a starving tier goes first from `limit` on, and what it is owed until it is must not be lost.
-            self._deficit[tier] = max(-limit, min(2 * limit, deficit))
+            deficit = self._deficit[tier] + owed[tier] - computed.get(tier, 0)
+            # Twice above: what it is owed between starving and being served must not be lost.
+            self._deficit[tier] = max(-limit / 4, min(2 * limit, deficit))
 
     def entitlement(self, wanting: Collection[Tier]) -> dict[Tier, float]:
         """The fraction of computed tokens owed to each tier that wants service; they sum to 1 (empty: none wants)."""
-        served = [tier for tier in Tier if tier in wanting]
-        owed = {tier: self._share[tier] for tier in served}
+        return self._owed({}, wanting, 1.0)
+
+    def _owed(self, computed: Mapping[Tier, int], wanting: Collection[Tier], total: float) -> dict[Tier, float]:
+        owed: dict[Tier, float] = {}
         flowing = 0.0
         for tier in Tier:
-            if tier in owed:
-                owed[tier] += flowing
-                flowing = 0.0
-            else:
-                flowing += self._share[tier]
-        if served:
-            owed[served[-1]] += flowing
+            flowing += self._share[tier] * total
+            if tier in wanting:
+                owed[tier], flowing = flowing, 0.0
+            elif got := computed.get(tier, 0):
+                owed[tier] = min(flowing, got)
+                flowing -= owed[tier]
+        for tier in reversed(owed):
+            use = flowing if tier in wanting else min(flowing, computed.get(tier, 0) - owed[tier])
+            owed[tier] += use
+            flowing -= use
         return owed
 
     def is_below_share(self, tier: Tier) -> bool:
@@ -80,9 +89,9 @@ class TierShares:
         return self._deficit[tier] > 0.0
 
     def is_starving(self, tier: Tier) -> bool:
-        """True when the tier is owed its whole share of a window: it goes before the higher ones (ageing)."""
+        """True when the tier is owed half its share of a window: it goes before the higher ones (ageing)."""
         limit = self._window * self._share[tier]
-        return limit > 0.0 and self._deficit[tier] >= limit
+        return limit > 0.0 and self._deficit[tier] >= limit / 2
 
     def order(self, wanting: Collection[Tier]) -> list[Tier]:
         """The tiers that want service, first to be served first: starving ones, then by rank."""

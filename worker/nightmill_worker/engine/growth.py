@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nightmill.states import Tier
 from nightmill_worker.engine.length_model import LengthDistribution
+from nightmill_worker.engine.tier_weights import TierWeights
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -25,6 +26,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 DEFAULT_RESERVE = 0.04
 FOREVER = 1 << 40
 """More steps than any sequence has."""
+_LOWEST = max(Tier, key=lambda tier: tier.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +97,17 @@ class Margin:
         self.z = min(self.z + self.STEP, self.CEILING)
 
 
-def reserve_pages(tier: Tier, num_pages: int, fraction: float = DEFAULT_RESERVE) -> int:
-    """Pages of the pool that `tier` must leave to higher tiers: never lent, so that an urgent row starts at once."""
-    return 0 if tier is Tier.HIGH else int(num_pages * fraction)
+def reserve_pages(tier: Tier, num_pages: int, fraction: float, weights: TierWeights) -> int:
+    """Pages of the pool that `tier` must leave to higher ones: never lent, so that an urgent row starts at once.
+
+    The lowest tier leaves `fraction` of the pool; the others own parts of that by their shares.
+    """
+    owners = [owner for owner in Tier if owner is not _LOWEST]
+    total = sum(weights.fraction(owner) for owner in owners)
+    if tier is _LOWEST or total == 0:
+        return int(num_pages * fraction) if tier is not Tier.HIGH else 0
+    above = sum(weights.fraction(owner) for owner in owners if owner.rank < tier.rank)
+    return int(num_pages * fraction * above / total)
 
 
 class GrowthRound:

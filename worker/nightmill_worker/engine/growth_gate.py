@@ -58,7 +58,7 @@ class GrowthGate:
         if self._table.num_used == 0:
             return True  # alone: nothing else can grow
         tier, num_pages = sequence.request.tier, self._pool.num_usable
-        limit = num_pages - reserve_pages(tier, num_pages, self._options.tier_reserve)
+        limit = num_pages - reserve_pages(tier, num_pages, self._options.tier_reserve, self._options.tier_shares)
         if self._round is None:
             if self._fits_at_worst(sequence, limit):
                 return True
@@ -93,6 +93,19 @@ class GrowthGate:
         request = sequence.request
         distribution = self._lengths.distribution(request.job_id, request.tier, request.sampling.max_tokens)
         distribution.observe(len(sequence.generated), is_censored=reason is not FinishReason.STOP)
+
+    def expected_remaining(self, rows: Rows) -> NDArray[np.int64]:
+        """[N] tokens that running rows are expected to draw yet, at least 1 each."""
+        table = self._table
+        expected: NDArray[np.int64] = (table.max_total - table.num_tokens)[rows]
+        generated = (table.num_tokens - table.prompt_len)[rows]
+        unknown = ~self._is_known[rows]
+        for index in np.unique(self._distribution_of_row[rows[unknown]]).tolist():
+            mine = np.flatnonzero(unknown & (self._distribution_of_row[rows] == index))
+            limits = generated[mine] + expected[mine]
+            mean = self._distributions[index].remaining(generated[mine], limits).mean
+            expected[mine] = np.ceil(mean).astype(np.int64)
+        return np.maximum(expected, 1)
 
     def _fits_at_worst(self, sequence: Sequence, limit: int) -> bool:
         """Even if every answer gets as long as it may: cheap to know, and in a large pool it is nearly always so."""

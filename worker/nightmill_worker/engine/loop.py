@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nightmill.errors import EngineError
 from nightmill.states import Tier
@@ -22,7 +23,7 @@ from nightmill_worker.engine.preemption import Preemption, PreemptionCause, Pree
 from nightmill_worker.engine.prefix_index import PrefixIndex
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.residency import Residency
-from nightmill_worker.engine.running_table import ORDER_BITS, RunningTable
+from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule, Scheduler
 from nightmill_worker.engine.sequence import Sequence as EngineSequence
 from nightmill_worker.engine.sequence import SequenceState
@@ -70,17 +71,17 @@ class EngineLoop:
             self.counters,
             is_wanting=options.eviction is EvictionRule.FUTURE,
         )
-        self.shares = TierShares()
+        self.shares = TierShares(options.tier_shares, options.share_window_tokens)
         self.scheduler = Scheduler(
             options,
             self.table,
             self.queue,
             self.residency,
             self.gate,
-            VictimChooser(self.table, self.pool),
+            VictimChooser(self.table, self.pool, self._expected_remaining()),
             self.preemption,
             self.counters,
-            self.shares.may_preempt,
+            self.shares,
         )
         self._runner = runner
         # Without the prefix index no two sequences have a page in common.
@@ -90,6 +91,13 @@ class EngineLoop:
         self._live: dict[int, EngineSequence] = {}
         self._ended: list[Finished] = []  # between steps: refused or cancelled
         self._num_added = 0
+        self.on_start: Callable[[Sequence[int]], None] = _ignore
+        """Told the ids of requests before the step that runs them for the first time."""
+
+    @property
+    def is_running(self) -> bool:
+        """Some sequence has a row of the running table."""
+        return self.table.num_used > 0
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +140,10 @@ class EngineLoop:
         """End all requests of a job."""
         self.cancel([key for key, sequence in self._live.items() if sequence.request.job_id == job_id])
 
+    def recall(self) -> None:
+        """End, with ABORT, every request that has never been admitted."""
+        self.cancel([key for key, sequence in self._live.items() if sequence.num_cached is None])
+
     def step(self) -> list[Finished]:
         """Run one step and return what ended since the last call."""
         started = time.perf_counter()
@@ -141,6 +153,8 @@ class EngineLoop:
             message = f"needs pages for {needed} tokens; the pool has {usable} of {self.pool.page_size} tokens each"
             self._end(schedule.outgrown, FinishReason.ERROR, error=message)
             schedule = self.scheduler.schedule()
+        if newcomers := self.scheduler.take_started():
+            self.on_start(newcomers)
         if len(schedule.rows):
             self._run(schedule, started)
         ended, self._ended = self._ended, []
@@ -292,12 +306,19 @@ class EngineLoop:
             counters.recomputed_tokens += int(np.clip(again, 0, counts).sum())
 
     def _account(self, schedule: Schedule) -> None:
-        """Book the step's tokens by tier: a tier below its share is not taken from."""
-        num_real = schedule.num_real
-        ranks = self.table.order[schedule.rows[:num_real]] >> ORDER_BITS
+        """Book the step's tokens by tier, before the commit: a tier below its share is not taken from."""
+        if self.options.policy is Policy.STATIC:
+            return
+        table, rows, num_real = self.table, self.table.rows(), schedule.num_real
+        ranks = table.order[schedule.rows[:num_real]] >> ORDER_BITS
         computed = np.bincount(ranks, weights=schedule.counts[:num_real], minlength=len(Tier))
+        # One with work that was not done: it waits, or it runs and the step had no room for all of its tokens.
+        missing = (
+            np.where(table.hole_end[rows], table.hole_end[rows], table.num_tokens[rows]) - table.num_computed[rows]
+        )
+        demand = np.bincount(table.order[rows] >> ORDER_BITS, weights=missing, minlength=len(Tier))
         by_tier = {tier: int(computed[tier.rank]) for tier in Tier}
-        wanting = [tier for tier in Tier if by_tier[tier] or self.queue.head(tier.rank) is not None]
+        wanting = [t for t in Tier if demand[t.rank] > computed[t.rank] or self.queue.num_ready(t.rank)]
         self.shares.account(by_tier, wanting)
 
     def _count(self, reason: FinishReason) -> None:
@@ -319,6 +340,9 @@ class EngineLoop:
         if self.options.admission is AdmissionRule.GREEDY:
             return WatermarkGate(self.table)
         return GrowthGate(self.options, self.table, self.pool, self.lengths)
+
+    def _expected_remaining(self) -> Callable[[Rows], NDArray[np.int64]] | None:
+        return self.gate.expected_remaining if isinstance(self.gate, GrowthGate) else None
 
     def _tier_queue(self) -> TierQueue:
         if self.options.policy is Policy.STATIC or self.options.order is QueueOrder.ARRIVAL:
@@ -353,6 +377,10 @@ class EngineLoop:
         if request.sampling.stop and self._detokenize is None:
             return "stop strings need a tokenizer; this engine was started without one"
         return None
+
+
+def _ignore(request_ids: Sequence[int]) -> None:
+    pass
 
 
 def _host_bytes_per_s(runner: Runner) -> float:

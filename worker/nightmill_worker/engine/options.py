@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nightmill.errors import ConfigError
+from nightmill_worker.engine.fairness import DEFAULT_WINDOW_TOKENS
+from nightmill_worker.engine.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 
 class Policy(StrEnum):
@@ -70,12 +72,16 @@ class LoopOptions:
     max_model_len: int = 4096  # prompt + generated tokens of one sequence
     policy: Policy = Policy.CONTINUOUS
     max_prefill_chunk: int | None = None  # tokens of one sequence in one step; None: the step's budget
-    # The static policy has its own: arrival order, and room for every row of a group.
-    order: QueueOrder = QueueOrder.ARRIVAL
-    admission: AdmissionRule = AdmissionRule.GREEDY
-    eviction: EvictionRule = EvictionRule.LRU
+    # The static policy keeps to arrival order, and to room for every row of a group, whatever these say.
+    order: QueueOrder = QueueOrder.PLANNED
+    admission: AdmissionRule = AdmissionRule.GROWTH
+    eviction: EvictionRule = EvictionRule.FUTURE
     preemption: PreemptionMode = PreemptionMode.AUTO  # a runner without host pages always recomputes
-    tier_reserve: float = 0.04  # share of the pool that lower tiers leave to `high`; never lent
+    tier_reserve: float = 0.04  # share of the pool that is higher tiers' own, never lent to lower ones
+    tier_shares: TierWeights = DEFAULT_WEIGHTS  # of computed tokens, guaranteed while a tier has work
+    share_window_tokens: int = DEFAULT_WINDOW_TOKENS  # computed tokens over which the shares hold
+    # Tokens computed while a request waits for pages and others of its tier pass it by; then they wait for it.
+    max_bypass_tokens: int | None = None  # None: as many as the page pool holds
 
     def __post_init__(self) -> None:
         for name, kind in _RULES.items():
@@ -86,7 +92,7 @@ class LoopOptions:
                 raise ConfigError(f"{name} must be one of {', '.join(kind)}, not {value!r}") from error
         if not 0 <= self.tier_reserve < 1:
             raise ConfigError(f"tier_reserve must be at least 0 and below 1, not {self.tier_reserve}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_chunk"):
+        for name in _LIMITS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
@@ -98,6 +104,10 @@ class LoopOptions:
             )
 
 
+_LIMITS = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prefill_chunk"),
+    *("share_window_tokens", "max_bypass_tokens"),
+)
 _RULES: dict[str, type[StrEnum]] = {
     "policy": Policy,
     "order": QueueOrder,

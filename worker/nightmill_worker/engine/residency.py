@@ -39,6 +39,11 @@ class Residency:
         """Pages that can be allocated, evicting cached ones where needed."""
         return self._pool.num_free + self._pool.num_cached
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page left out."""
+        return self._pool.num_usable
+
     def take_woken(self) -> list[Sequence]:
         """Sequences whose wait for a prefix has ended since the last call."""
         woken, self._woken = self._woken, []

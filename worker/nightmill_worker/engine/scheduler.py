@@ -1,6 +1,5 @@
 """Decides what the next step computes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,6 +7,7 @@ from numpy.typing import NDArray
 
 from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate
+from nightmill_worker.engine.fairness import TierShares
 from nightmill_worker.engine.options import LoopOptions, Policy
 from nightmill_worker.engine.preemption import Preemption, PreemptionCause
 from nightmill_worker.engine.residency import Match, Residency
@@ -20,6 +20,8 @@ from nightmill_worker.engine.waiting_queue import WaitingQueue
 _TIERS = sorted(Tier, key=lambda tier: tier.rank)
 _VICTIM_DIVISOR = 4
 """One step takes at most a fourth of the slots from lower tiers, and of what runs ahead of need."""
+_MAX_PASSED = 4
+"""Requests of a tier that wait for pages while later ones are tried, in one step."""
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
 
@@ -41,8 +43,11 @@ class Schedule:
 class Scheduler:
     """One decision per step: who computes how many tokens.
 
-    Budget (tokens of the step) goes to decodes first, then per tier, most urgent first, to partial prefills and to
-    admissions. There is no phase: a decode is a sequence with one token left to compute.
+    Budget (tokens of the step) goes to decodes first, then per tier, starving ones and then the most urgent first, to
+    partial prefills and to admissions. There is no phase: a decode is a sequence with one token left to compute.
+
+    A request that does not fit lets later ones of its tier pass, until as many tokens have been computed as the
+    options say; then they wait for it. Lower tiers always do, and all tiers while its tier starves.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Scheduler:
         victims: VictimChooser,
         preemption: Preemption,
         counters: Counters,
-        may_take: Callable[[Tier, Tier], bool],
+        shares: TierShares,
     ) -> None:
         self._options = options
         self._is_static = options.policy is Policy.STATIC
@@ -66,12 +71,22 @@ class Scheduler:
         self._gate = gate
         self._counters = counters
         self._num_admitted = 0
+        self._num_pages = residency.num_pages
+        capacity = self._num_pages * table.page_size
+        self._max_bypass = capacity if options.max_bypass_tokens is None else options.max_bypass_tokens
         self._victims = victims
         self._preemption = preemption
-        self._may_take = may_take
+        self._shares = shares
+        self._started: list[int] = []
+
+    def take_started(self) -> list[int]:
+        """Ids of requests admitted for the first time since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def schedule(self) -> Schedule:
         """Preempt and admit as needed and say what runs."""
+        self._queue.take_back()
         self._queue.unpark(self._residency.take_woken())
         table, padding = self._table, _NO_ROWS
         rows = table.rows()
@@ -143,32 +158,36 @@ class Scheduler:
         """Spend the budget that decodes leave: per tier, partial prefills, then admissions."""
         table = self._table
         by_order = draft.partial[np.argsort(table.order[draft.partial])].tolist()
-        may_admit = not self._is_static or len(table.rows()) == 0
-        for rank in self._queue.ranks:
+        if self._is_static and len(table.rows()):
+            draft.closed_rank = 0
+        for rank in self._ranks_in_turn():
             for row in by_order:
                 # The row of a victim is empty, or has another tier's sequence by now.
                 if draft.budget > 0 and table.order[row] >> ORDER_BITS == rank and table.sequences[row] is not None:
                     self._spend(draft, row)
-            if may_admit:
-                may_admit = self._admit_tier(draft, rank)
+            self._admit_tier(draft, rank)
 
-    def _admit_tier(self, draft: "_Draft", rank: int) -> bool:
-        """Admit from a tier as long as something fits; False when lower tiers must not take what its next waits for."""
+    def _ranks_in_turn(self) -> list[int]:
+        return [tier.rank for tier in self._shares.order(_TIERS)]
+
+    def _admit_tier(self, draft: "_Draft", rank: int) -> None:
+        """Admit from a tier as long as something fits; close the tiers that must not take what its next wait for."""
         # A static group is admitted whole, even when its prompts take several steps to compute.
+        num_passed = 0
         while rank < draft.closed_rank:
             sequence = self._queue.head(rank)
             if sequence is None:
-                return True
+                break
             if draft.budget == 0 and draft.rows and not self._is_static:
-                return True  # others of this tier or above are being computed: the next step is soon enough
+                break  # others of this tier or above are being computed: the next step is soon enough
             if not self._has_place(draft) and not self._take_from_below(draft, rank):
-                return True
+                break
             # What was saved may lie behind a prefix that others compute; it does not wait for them.
             may_wait = not self._is_static and not self._preemption.is_saved(sequence)
             match = self._residency.match(sequence, may_wait=may_wait)
             if match.wait_for is not None:
                 if self._queue.num_parked >= self._options.max_num_seqs:
-                    return True
+                    break
                 self._queue.park(rank, match.wait_for)
                 continue
             available = self._residency.num_available - match.num_revived
@@ -178,8 +197,20 @@ class Scheduler:
                 if draft.budget > 0:
                     self._spend(draft, row)
             elif not self._take_from_below(draft, rank, match.num_new - available):
-                return False
-        return True
+                num_passed += 1
+                if num_passed > _MAX_PASSED or not self._may_pass(sequence):
+                    draft.close(rank)
+                    break
+                self._queue.pass_by(rank)
+        if num_passed:
+            draft.close(-1 if self._shares.is_starving(_TIERS[rank]) else rank + 1)
+
+    def _may_pass(self, sequence: Sequence) -> bool:
+        """Whether others may be admitted before a sequence that waits for pages."""
+        now = self._counters.computed_tokens
+        if sequence.passed_since is None:
+            sequence.passed_since = now
+        return not self._is_static and now - sequence.passed_since < self._max_bypass
 
     def _has_place(self, draft: "_Draft") -> bool:
         return self._table.has_free_row and (draft.budget > 0 or self._is_static)
@@ -187,13 +218,15 @@ class Scheduler:
     def _take_from_below(self, draft: "_Draft", rank: int, num_pages: int = 0) -> bool:
         """Preempt one sequence of a lower tier for the next of this one; False when that would not help.
 
-        A lower tier gives only while `may_take` says that it has its share.
+        A lower tier gives only while it has its share of computed tokens. Who holds more than its share of the pages
+        has borrowed them, and gives before others; then the lowest.
         """
         table = self._table
         if self._is_static or draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR):
             return False
         lowest = int(table.order[table.rows()].max(initial=0)) >> ORDER_BITS
-        ranks = [r for r in range(lowest, rank, -1) if self._may_take(_TIERS[rank], _TIERS[r])]
+        ranks = [r for r in range(lowest, rank, -1) if self._shares.may_preempt(_TIERS[rank], _TIERS[r])]
+        ranks.sort(key=self._is_within_own_pages)
         if not ranks or self._victims.num_freeable(ranks) < num_pages:
             return False
         row = self._victims.for_tier(ranks, max(1, num_pages))
@@ -204,6 +237,12 @@ class Scheduler:
         self._gate.on_tier_preemption()
         return True
 
+    def _is_within_own_pages(self, rank: int) -> bool:
+        table = self._table
+        rows = table.rows()
+        held = int(table.num_pages[rows[table.order[rows] >> ORDER_BITS == rank]].sum())
+        return held <= self._shares.share(_TIERS[rank]) * self._num_pages
+
     def _spend(self, draft: "_Draft", row: int) -> None:
         count = min(self._table.num_missing(row), draft.budget, self._max_chunk)
         draft.rows.append(row)
@@ -212,6 +251,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, match: Match, rank: int) -> int:
         self._queue.pop(rank)
+        sequence.passed_since = None
         self._residency.unwant(sequence)
         self._num_admitted += 1
         row = self._table.bind(sequence, (rank << ORDER_BITS) + self._num_admitted)
@@ -219,6 +259,7 @@ class Scheduler:
         num_matched = int(self._table.num_computed[row])
         if sequence.num_cached is None:
             sequence.num_cached = num_matched
+            self._started.append(sequence.request.request_id)
             self._counters.prompt_tokens += len(sequence.request.prompt)
             self._counters.cached_tokens += num_matched
         self._preemption.restore(sequence)
@@ -237,9 +278,13 @@ class _Draft:
     counts: list[int] = field(default_factory=list)
     num_taken: int = 0  # victims of higher tiers
 
+    def close(self, rank: int) -> None:
+        """Admit nobody of this tier or below in this step."""
+        self.closed_rank = min(self.closed_rank, rank)
+
     def remove(self, row: int, rank: int) -> None:
         """A sequence of this tier is taken off. Nobody of its tier or below may have what it gives."""
-        self.closed_rank = min(self.closed_rank, rank)
+        self.close(rank)
         num_decodes = len(self.decodes)
         self.decodes, self.partial = self.decodes[self.decodes != row], self.partial[self.partial != row]
         self.budget += num_decodes - len(self.decodes)

@@ -39,6 +39,7 @@ class Sequence:
     num_cached: int | None = None  # prompt tokens from the prefix index at first admission
     num_preemptions: int = 0
     max_computed: int = 0  # most tokens ever computed before a preemption: what is computed again is waste
+    passed_since: int | None = None  # the engine's computed tokens when others were first let pass it
     expected_tokens: int = 0  # of its answer, predicted when it came
     stop: StopStrings | None = None
     logprobs: list[TokenLogprobs] | None = None
