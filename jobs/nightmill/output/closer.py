@@ -12,7 +12,7 @@ from nightmill.output.part_rows import Unanswered
 from nightmill.records import JobInfo, ShardLease, ShardResult
 from nightmill.rows import job_source_schema
 from nightmill.states import TERMINAL_JOB, JobStatus, ShardState
-from nightmill.storage import open_storage
+from nightmill.storage import open_storage, pinned
 from nightmill.store import Store
 
 _REASONS = {
@@ -42,6 +42,7 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
     assert lease.close_as is not None
     storage = open_storage(job.spec.output)
     folder = OutputFolder(job.spec.output, job.job_id)
+    sources = store.sources(job.job_id)
     durable = read_checkpoints(storage, folder.work, lease.range.index)
     part = write_part(
         storage,
@@ -50,10 +51,11 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
         durable,
         spec=job.spec,
         spec_digest=job.spec_digest,
-        source_schema=job_source_schema(store.sources(job.job_id), job.spec),
+        source_schema=job_source_schema(sources, job.spec, storage=pinned(sources)),
         model=model_name,
         attempt=lease.attempt,
         unanswered=_REASONS[lease.close_as],
+        source_storage=pinned(sources),
     )
     return part.result(rows_resumed=len(durable))
 
