@@ -20,10 +20,9 @@ from tests.integration.test_embedded_run import answers
 
 from nightmill.failpoint import FailpointName
 from nightmill_worker.shard import CHECKPOINT_ROWS
-from nightmill_worker.supervisor import FeedLimits
 
 ROWS = 600
-IN_FLIGHT = FeedLimits.of(16).max_in_engine
+IN_FLIGHT = 16  # --max-num-seqs of Bench: those that have started; thousands more may wait in the engine
 SLOW = '{"step_s": 0.01}'
 
 

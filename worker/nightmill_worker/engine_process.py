@@ -22,17 +22,21 @@ from nightmill_worker.wire import (
     Command,
     EngineInfo,
     EngineSetup,
+    Entering,
     Failed,
     KnowsItsContext,
     Ready,
+    Recall,
     Report,
     Results,
+    Started,
     Submit,
 )
 
 REPORT_EVERY_S = 0.01  # finished sequences wait this long for company
 STATS_EVERY_S = 0.25  # counters are sent at least this often while there is work
 REPORT_ROWS = 64
+TAKE_IN_S = 0.002  # between two steps; what is left in the inbox comes after the next one
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,6 +88,8 @@ class _Serving:
         self._watchdog = watchdog
         self._finished: list[Finished] = []
         self._reported_at = 0.0
+        self._more_follow = False
+        loop.on_start = self._tell_started
 
     def run(self) -> None:
         """Serve until the inbox closes (EOFError)."""
@@ -92,25 +98,45 @@ class _Serving:
                 self._watchdog.rest()
                 self._report()
                 self._obey(self._inbox.recv())
-            while self._inbox.poll(0):
-                self._obey(self._inbox.recv())
+            self._take_in()
             self._watchdog.arm()
             self._finished += self._loop.step()
             waited = time.monotonic() - self._reported_at
             if len(self._finished) >= REPORT_ROWS or waited > (REPORT_EVERY_S if self._finished else STATS_EVERY_S):
                 self._report()
 
+    def _take_in(self) -> None:
+        """Obey what is in the inbox, for a moment; while nothing runs, all of it and all that is announced."""
+        deadline = time.monotonic() + TAKE_IN_S
+        while not self._loop.is_running or time.monotonic() < deadline:
+            if not (self._inbox.poll(0) or (self._more_follow and not self._loop.is_running)):
+                return
+            self._obey(self._inbox.recv())
+
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(requests):
+            case Submit(requests, more_follow):
+                self._tell(Entering(tuple(request.request_id for request in requests)))
                 for request in requests:
                     self._loop.add(request)
+                self._tell(Entering(()))
+                self._more_follow = more_follow
             case Cancel(request_ids):
                 self._loop.cancel(request_ids)
+            case Recall():
+                self._loop.recall()
+
+    def _tell_started(self, request_ids: Sequence[int]) -> None:
+        if self._finished and time.monotonic() - self._reported_at > REPORT_EVERY_S:
+            self._report()
+        self._tell(Started(tuple(request_ids), tuple(self._finished)))
+        self._finished.clear()
+
+    def _tell(self, report: Report) -> None:
+        self._outbox.send(report)
 
     def _report(self) -> None:
-        report: Report = Results(tuple(self._finished), self._loop.stats())
-        self._outbox.send(report)
+        self._tell(Results(tuple(self._finished), self._loop.stats()))
         self._finished.clear()
         self._reported_at = time.monotonic()
 

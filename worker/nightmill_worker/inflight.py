@@ -1,9 +1,9 @@
 """Which rows of a shard were in the engine when an attempt ended: to count what a crash made us compute again, and to
 find the row that takes the whole process along (a row that ends only the engine is found by isolation.py).
 
-Rows enter the engine in file order, so one number says which had entered: all up to it. It stands in a small file
-beside the checkpoints, written with each of them and at most every MARK_S in between; what a crash leaves unsaid of
-the last moment is not counted.
+Rows start in the order the engine plans, not in the file's, so the mark is a set: the rows that have started and have
+no durable answer. It stands in a small file beside the checkpoints, written with each of them and at most every MARK_S
+in between; what a crash leaves unsaid of the last moment is not counted. Rows that wait in the engine have not started.
 
 After two deaths in a row without progress, the rows that were inside are suspects: an attempt then runs all other
 rows first and the suspects last, in two windows, each named in the file before it starts. Dying in a window leaves
@@ -13,7 +13,7 @@ that window as the suspects of the next attempt. A window of one that two attemp
 import json
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from nightmill.errors import StorageError
 from nightmill.output.folder import OutputFolder, shard_folder
@@ -32,11 +32,11 @@ class InflightMark:
     def __init__(self, storage: Storage, folder: OutputFolder, shard_index: int) -> None:
         self._storage = storage
         self._uri = f"{shard_folder(folder.work, shard_index)}/inflight.json"
-        self._before = -1  # row index, of earlier attempts
+        self._before: frozenset[int] = frozenset()  # row indices, of earlier attempts
         self._window: tuple[int, ...] = ()  # that the last attempt died in
         self._tries = 0  # of that window
-        self._last_row = -1
-        self._written = -1
+        self._open: set[int] = set()  # started in this attempt or an earlier one, not durable
+        self._is_news = False
         self._written_at = float("-inf")
 
     def read(self) -> None:
@@ -46,16 +46,16 @@ class InflightMark:
         try:
             with self._storage.open_input(self._uri) as file:
                 fields = json.loads(file.read())
-            self._before = int(fields["last_row"])
+            self._before = frozenset(row for first, end in fields["started"] for row in range(first, end))
             self._window = tuple(int(row) for row in fields["window"])
             self._tries = int(fields["tries"])
         except (StorageError, ValueError, KeyError, TypeError) as error:
             log.warning("%s is not readable, so recomputed rows are not counted: %s", self._uri, error)
-        self._last_row = self._written = self._before
+        self._open = set(self._before)
 
     def covers(self, row_index: int) -> bool:
-        """Whether an earlier attempt had this row in the engine."""
-        return row_index <= self._before
+        """Whether an earlier attempt had this row in the engine, and lost it."""
+        return row_index in self._before
 
     def suspects(self, missing: Collection[int], num_failures: int) -> tuple[int, ...]:
         """Rows to run last and in windows, in order; usually none."""
@@ -68,15 +68,21 @@ class InflightMark:
         """Whether this one row alone has ended enough attempts."""
         return len(suspects) == 1 and self._window == tuple(suspects) and self._tries >= CONVICT_AFTER
 
-    def reach(self, row_index: int) -> None:
-        """A row has entered the engine."""
-        self._last_row = max(self._last_row, row_index)
+    def start(self, row_indices: Iterable[int]) -> None:
+        """Rows have started, or are about to."""
+        known = len(self._open)
+        self._open.update(row_indices)
+        self._is_news |= len(self._open) > known
         if time.monotonic() - self._written_at >= MARK_S:
             self.write()
 
+    def settle(self, row_indices: Iterable[int]) -> None:
+        """Rows are durable. Not worth a write: whoever reads the mark knows what is durable."""
+        self._open.difference_update(row_indices)
+
     def write(self) -> None:
-        """Say how far it is, if that is news."""
-        if self._last_row > self._written:
+        """Say what has started, if that is news."""
+        if self._is_news:
             self._put(self._window, self._tries)
 
     def begin_window(self, window: Sequence[int]) -> None:
@@ -96,13 +102,25 @@ class InflightMark:
 
     def _put(self, window: Sequence[int], tries: int) -> None:
         self._window, self._tries = tuple(window), tries
+        fields = {"started": _ranges(self._open), "window": list(window), "tries": tries}
         with self._storage.stage(self._uri) as staged:
-            staged.file.write(json.dumps({"last_row": self._last_row, "window": list(window), "tries": tries}).encode())
+            staged.file.write(json.dumps(fields).encode())
             staged.replace()
-        self._written, self._written_at = self._last_row, time.monotonic()
+        self._is_news, self._written_at = False, time.monotonic()
 
 
 def windows(suspects: Sequence[int]) -> list[tuple[int, ...]]:
     """The two halves of the suspects; one of one."""
     middle = (len(suspects) + 1) // 2
     return [half for half in (tuple(suspects[:middle]), tuple(suspects[middle:])) if half]
+
+
+def _ranges(row_indices: Collection[int]) -> list[tuple[int, int]]:
+    """[first, end) of every run of successive rows, ascending."""
+    ranges: list[tuple[int, int]] = []
+    for row in sorted(row_indices):
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = (ranges[-1][0], row + 1)
+        else:
+            ranges.append((row, row + 1))
+    return ranges

@@ -1,6 +1,7 @@
 """Which requests may run after an engine died: the search for the row that kills it.
 
-The suspects are the requests that were in the engine. They run in ever smaller windows, nothing else beside them:
+The suspects are the requests that had started in the engine. They run in ever smaller windows, and nothing
+else beside them:
 
     crash with  a b c d e f g h        suspects: all eight
     run         a b c d                finished: cleared, so it is among e f g h
@@ -40,8 +41,13 @@ class Isolation:
         """The requests that may run now, and nothing else; empty when everything may."""
         return self._windows[0] if self._windows else ()
 
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The requests of all windows."""
+        return tuple(i for window in self._windows for i in window)
+
     def crashed(self, in_flight: Sequence[int]) -> Verdict:
-        """The engine died with these inside: they are the suspects now, everybody else is cleared."""
+        """The engine died with these started: they are the suspects now, everybody else is cleared."""
         if not in_flight:
             return Verdict(None, ())
         suspects = tuple(in_flight)

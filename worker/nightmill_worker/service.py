@@ -30,16 +30,20 @@ from nightmill_worker.wire import (
     Command,
     EngineInfo,
     EngineSetup,
+    Entering,
     Failed,
     Ready,
+    Recall,
     Report,
     Results,
     RunnerConfig,
+    Started,
     Submit,
 )
 
 DEFAULT_STEP_TIMEOUT_S = 600.0
 CLOSE_S = 5.0
+SUBMIT_REQUESTS = 64  # in one message: the engine takes in whole messages, between two steps
 
 
 class DeathCause(StrEnum):
@@ -72,6 +76,8 @@ class EngineService:
         self._max_outstanding = max_outstanding
         self._changed = threading.Condition()
         self._finished: list[Finished] = []
+        self._started: list[int] = []
+        self._entering: tuple[int, ...] = ()
         self._outstanding = 0
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
@@ -96,7 +102,7 @@ class EngineService:
         in_process: bool = False,
         tokenizer_dir: Path | None = None,
         step_timeout_s: float | None = DEFAULT_STEP_TIMEOUT_S,
-        max_outstanding: int = 8192,
+        max_outstanding: int = 1 << 15,
     ) -> "EngineService":
         """Start the engine and wait until it is ready.
 
@@ -162,7 +168,28 @@ class EngineService:
                 self._changed.wait()
             self._check_alive()
             self._outstanding += len(requests)
-        self._send(Submit(tuple(requests)))
+        for start in range(0, len(requests), SUBMIT_REQUESTS):
+            end = start + SUBMIT_REQUESTS
+            self._send(Submit(tuple(requests[start:end]), more_follow=end < len(requests)))
+
+    def recall(self) -> None:
+        """End what has not started yet. Each comes back through `poll` once, with ABORT; what has started goes on."""
+        self._send(Recall())
+
+    def take_started(self) -> list[int]:
+        """Requests that have started (ran in a step, or are about to) since the last call.
+
+        What `poll` or `leftovers` has handed out and had started is in here before. Once the engine is dead, nothing
+        ran that is not.
+        """
+        with self._changed:
+            started, self._started = self._started, []
+        return started
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """Requests that the engine is just taking in."""
+        return self._entering
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End these requests now. Each comes back through `poll` once, with ABORT unless it had just ended."""
@@ -301,6 +328,14 @@ class EngineService:
                     case Results(finished, stats):
                         self._finished += finished
                         self._stats = stats
+                    case Started(request_ids, finished):
+                        self._started += request_ids
+                        self._finished += finished
+                        if not finished:
+                            continue  # nobody waits for it
+                    case Entering(request_ids):
+                        self._entering = request_ids
+                        continue
                     case Failed():
                         self._failed = report
                 self._changed.notify_all()

@@ -3,17 +3,20 @@
     shard thread ──offer──▶ look-ahead ─┐                        ┌─▶ mailbox ──collect──▶ shard thread
     shard thread ──offer──▶ (bounded)  ─┴▶ supervisor ⇄ engine ──┴─▶ mailbox ──collect──▶ shard thread
 
-One thread owns the engine. When it dies, the requests that were inside become suspects (isolation.py), a new engine
-is started and everything that had not come back runs again; other shards only see a pause.
+One thread owns the engine. The engine holds thousands of waiting requests, because its planner needs to see ahead; it
+says which have started, before they do. When it dies, those that had started become suspects (isolation.py), a new
+engine is started and everything that had not come back runs again; other shards only see a pause.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nightmill.errors import EngineError, NightmillError, RowErrorCode
-from nightmill_worker.engine.request import Finished, Request
+from nightmill.states import Tier
+from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.feed.lookahead import Lookahead
 from nightmill_worker.isolation import Isolation
@@ -22,22 +25,31 @@ from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # only bounds how late a stop is noticed: new work and finished sequences wake the thread
-MAX_BARREN_DEATHS = 16  # deaths in a row without one finished row: it is not the rows. 1 + log2(8192 in flight) fit
+MAX_BARREN_DEATHS = 16  # deaths in a row without one finished row: it is not the rows. 1 + log2(8192 started) fit
+LOOK_AHEAD = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedLimits:
-    """How much is held where."""
+    """How much is held where, in the feeder and the engine together."""
 
-    max_in_engine: int  # requests; running ones and a few that wait, so that a free slot is filled in the next step
-    max_lookahead_requests: int
-    max_lookahead_tokens: int
+    max_requests: int  # of a tier, tokenised and not finished
+    max_tokens: int  # of their prompts
+    min_requests: int  # may be held whatever their tokens, so that a free slot is filled in the next step
+    max_unflushed: int = 256  # finished rows of all shards that are not durable
+    quiet_s: float = 0.15  # an idle engine starts when nothing more has come for so long,
+    prime_s: float = 2.0  # or so long after the first request: what is planned together is planned better
 
     @classmethod
-    def of(cls, max_num_seqs: int) -> "FeedLimits":
-        """Enough that the engine never waits, little enough that a crash recomputes little."""
-        in_engine = max_num_seqs + max(16, max_num_seqs // 2)
-        return cls(max_in_engine=in_engine, max_lookahead_requests=4 * in_engine, max_lookahead_tokens=1 << 20)
+    def of(cls, max_num_seqs: int, look_ahead: int = LOOK_AHEAD, *, max_tokens: int = 1 << 20) -> "FeedLimits":
+        """For an engine of so many slots that plans with `look_ahead` waiting requests of each tier."""
+        least = max_num_seqs + max(16, max_num_seqs // 2)
+        return cls(max_requests=max(least, max_num_seqs + look_ahead), max_tokens=max_tokens, min_requests=least)
+
+    @property
+    def max_careful(self) -> int:
+        """Requests that a shard has out at once while one of them is suspected of ending the whole process."""
+        return self.min_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,8 @@ class FeedStatus:
     """What is where, for the progress line."""
 
     waiting: int  # tokenised, in the feeder
-    in_engine: int
+    in_engine: int  # waiting ones too
+    running: int  # of those, started
     deaths: int
     isolating: bool
 
@@ -66,10 +79,23 @@ class FeedStatus:
 class Box:
     """What the supervisor keeps of a mailbox."""
 
+    tier: Tier
     outcomes: list[Outcome] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)  # since the shard asked last
     in_engine: int = 0
-    reruns: int = 0  # requests that were inside an engine when it died
-    last_admitted: int = -1  # id of the request that entered the engine last
+    running: int = 0  # of those, started
+    reruns: int = 0  # requests that had started in an engine that died
+    unflushed: int = 0  # finished rows that the shard has not made durable
+    must_flush: bool = False
+
+
+@dataclass(slots=True)
+class Inside:
+    """A request in the engine."""
+
+    key: int  # of its mailbox
+    request: Request
+    has_started: bool = False
 
 
 class Mailbox:
@@ -82,29 +108,47 @@ class Mailbox:
     @property
     def has_room(self) -> bool:
         """Whether the look-ahead takes more now."""
-        return self._supervisor.has_room
+        return self._supervisor.has_room_for(self._supervisor.box(self._key).tier)
 
     @property
     def in_engine(self) -> int:
-        """How many of its requests are in the engine now."""
+        """How many of its requests are in the engine now, waiting ones too."""
         return self._supervisor.box(self._key).in_engine
 
     @property
-    def last_admitted(self) -> int:
-        """Id of its request that entered the engine last; -1 before the first."""
-        return self._supervisor.box(self._key).last_admitted
+    def running(self) -> int:
+        """How many of its requests have started and not ended."""
+        return self._supervisor.box(self._key).running
 
     @property
     def reruns(self) -> int:
-        """How many of its requests were in an engine that died."""
+        """How many of its requests had started in an engine that died."""
         return self._supervisor.box(self._key).reruns
+
+    @property
+    def must_flush(self) -> bool:
+        """All shards together hold as many finished rows as may be lost, and this one the most of them."""
+        return self._supervisor.box(self._key).must_flush
+
+    @property
+    def max_careful(self) -> int:
+        """See FeedLimits."""
+        return self._supervisor.limits.max_careful
+
+    def take_started(self) -> list[int]:
+        """Its requests that have started since the last call."""
+        return self._supervisor.take_started(self._key)
+
+    def note_unflushed(self, count: int) -> None:
+        """Say how many finished rows are not durable."""
+        self._supervisor.note_unflushed(self._key, count)
 
     def offer(self, requests: Sequence[Request]) -> None:
         """Queue requests; ids must be unique over all mailboxes."""
         self._supervisor.offer(self._key, requests)
 
     def collect(self, timeout_s: float, *, or_room: bool) -> list[Outcome]:
-        """Outcomes since the last call. Waits up to `timeout_s` for one, or with `or_room` for room to offer more.
+        """Outcomes since the last call. Waits up to `timeout_s` for one, for `must_flush`, or with `or_room` for room.
 
         Raises:
             NightmillError: The engine is gone for good.
@@ -127,16 +171,20 @@ class EngineSupervisor:
 
     def __init__(self, start_engine: Callable[[], EngineService], limits: FeedLimits) -> None:
         self._start_engine = start_engine
-        self._limits = limits
+        self.limits = limits
         self._changed = threading.Condition()
-        self._lookahead = Lookahead(max_tokens=limits.max_lookahead_tokens, max_requests=limits.max_lookahead_requests)
+        self._lookahead = Lookahead(
+            max_tokens=limits.max_tokens, max_requests=limits.max_requests, min_requests=limits.min_requests
+        )
+        self._first_offer_at = self._last_offer_at = float("-inf")  # since the engine was idle
         self._boxes: dict[int, Box] = {}
         self._next_key = 0
-        self._in_engine: dict[int, tuple[int, Request]] = {}  # request id → (mailbox, request), oldest first
+        self._in_engine: dict[int, Inside] = {}  # by request id, oldest first
         self._to_cancel: list[int] = []
         self._isolation = Isolation()
         self._suspects: dict[int, tuple[int, Request]] = {}  # of the windows, out of the look-ahead
         self._admitting = True
+        self._to_recall = False
         self._stopping = False
         self._error: NightmillError | None = None
         self._deaths = 0
@@ -148,18 +196,22 @@ class EngineSupervisor:
 
     # -- for the shards ---------------------------------------------------------------------------------------------
 
-    def open(self) -> Mailbox:
-        """A new mailbox."""
+    def open(self, tier: Tier = Tier.NORMAL) -> Mailbox:
+        """A new mailbox, for requests of this tier."""
         with self._changed:
             key = self._next_key
             self._next_key += 1
-            self._boxes[key] = Box()
+            self._boxes[key] = Box(tier)
         return Mailbox(self, key)
+
+    def has_room_for(self, tier: Tier) -> bool:
+        """Whether the look-ahead takes more of this tier now."""
+        return self._lookahead.has_room(tier)
 
     @property
     def has_room(self) -> bool:
-        """Whether the look-ahead takes more now."""
-        return self._lookahead.has_room
+        """Whether the look-ahead takes more of every tier now."""
+        return all(self._lookahead.has_room(tier) for tier in Tier)
 
     def box(self, key: int) -> Box:
         """The mailbox's counters."""
@@ -168,6 +220,9 @@ class EngineSupervisor:
     def offer(self, key: int, requests: Sequence[Request]) -> None:
         """See Mailbox.offer."""
         with self._changed:
+            self._last_offer_at = time.monotonic()
+            if not self._in_engine and not len(self._lookahead):
+                self._first_offer_at = self._last_offer_at
             self._lookahead.add(key, requests)
         self._service.wake()
 
@@ -176,21 +231,49 @@ class EngineSupervisor:
         box = self._boxes[key]
         with self._changed:
             self._changed.wait_for(
-                lambda: box.outcomes or self._error is not None or (or_room and self._lookahead.has_room), timeout_s
+                lambda: (
+                    box.outcomes
+                    or box.must_flush
+                    or self._error is not None
+                    or (or_room and self._lookahead.has_room(box.tier))
+                ),
+                timeout_s,
             )
             if not box.outcomes and self._error is not None:
                 raise self._error
             outcomes, box.outcomes = box.outcomes, []
         return outcomes
 
+    def take_started(self, key: int) -> list[int]:
+        """See Mailbox.take_started."""
+        box = self._boxes[key]
+        with self._changed:
+            started, box.started = box.started, []
+        return started
+
+    def note_unflushed(self, key: int, count: int) -> None:
+        """See Mailbox.note_unflushed."""
+        with self._changed:
+            box = self._boxes[key]
+            box.unflushed = count
+            box.must_flush &= count > 0
+            if sum(box.unflushed for box in self._boxes.values()) >= self.limits.max_unflushed:
+                fullest = max(self._boxes.values(), key=lambda box: box.unflushed)
+                if not fullest.must_flush:
+                    fullest.must_flush = True
+                    self._changed.notify_all()
+
     def withdraw(self, key: int) -> None:
         """See Mailbox.close."""
         with self._changed:
             self._boxes.pop(key, None)
             self._lookahead.withdraw(key)
-            self._to_cancel += [i for i, (owner, _) in self._in_engine.items() if owner == key]
+            self._to_cancel += [i for i, inside in self._in_engine.items() if inside.key == key]
             gone = [i for i, (owner, _) in self._suspects.items() if owner == key and i not in self._in_engine]
+            for request_id in gone:
+                self._lookahead.done(self._suspects[request_id][1])
             self._forget_suspects(gone)
+            self._changed.notify_all()
         self._service.wake()
 
     # -- for the worker ---------------------------------------------------------------------------------------------
@@ -201,14 +284,22 @@ class EngineSupervisor:
         return self._service
 
     def stop_admitting(self) -> None:
-        """From now on nothing enters the engine; what is inside runs on."""
+        """From now on nothing starts in the engine; what has started runs on, the rest comes back to the look-ahead."""
         with self._changed:
             self._admitting = False
+            self._to_recall = True
+        self._service.wake()
 
     def status(self) -> FeedStatus:
         """What is where now."""
         with self._changed:
-            return FeedStatus(len(self._lookahead), len(self._in_engine), self._deaths, self._isolation.active)
+            return FeedStatus(
+                waiting=len(self._lookahead),
+                in_engine=len(self._in_engine),
+                running=sum(box.running for box in self._boxes.values()),
+                deaths=self._deaths,
+                isolating=self._isolation.active,
+            )
 
     def stats(self) -> list[EngineStats]:
         """Counters of every engine of this supervisor, the living one last."""
@@ -239,53 +330,91 @@ class EngineSupervisor:
         try:
             self._cancel_withdrawn()
             self._admit()
-            self._deliver(self._service.poll(POLL_S))
+            self._hear(self._service.poll(min(POLL_S, self._priming_s() or POLL_S)))
         except EngineDiedError as death:
-            self._deliver(self._service.leftovers())
+            self._hear(self._service.leftovers())
             self._bury(death)
 
     def _cancel_withdrawn(self) -> None:
         with self._changed:
             request_ids, self._to_cancel = self._to_cancel, []
+            recall, self._to_recall = self._to_recall, False
         if request_ids:
             self._service.cancel(request_ids)
+        if recall:
+            self._service.recall()
+
+    def _priming_s(self) -> float:
+        """How much longer an idle engine is kept waiting for more to plan with; 0: no longer."""
+        if self._in_engine or self._isolation.active or not len(self._lookahead) or not self.has_room:
+            return 0.0
+        limits = self.limits
+        ready_at = min(self._last_offer_at + limits.quiet_s, self._first_offer_at + limits.prime_s)
+        return max(0.0, ready_at - time.monotonic())
 
     def _admit(self) -> None:
         with self._changed:
-            entries = self._choose() if self._admitting else []
+            entries = self._choose() if self._admitting and not self._priming_s() else []
             for key, request in entries:
-                self._in_engine[request.request_id] = (key, request)
+                self._in_engine[request.request_id] = Inside(key, request)
+                self._boxes[key].in_engine += 1
         if entries:
             self._service.submit([request for _, request in entries])
-            with self._changed:
-                self._changed.notify_all()  # the look-ahead has room
 
     def _choose(self) -> list[tuple[int, Request]]:
         if self._isolation.active:
-            chosen = [self._suspects[i] for i in self._isolation.window if i not in self._in_engine]
-        else:
-            chosen = self._lookahead.take(self._limits.max_in_engine - len(self._in_engine))
-        for key, request in chosen:
-            box = self._boxes[key]
-            box.in_engine += 1
-            box.last_admitted = max(box.last_admitted, request.request_id)
-        return chosen
+            return [self._suspects[i] for i in self._isolation.window if i not in self._in_engine]
+        return self._lookahead.take()
 
-    def _deliver(self, finished: Sequence[Finished]) -> None:
-        if not finished:
+    def _hear(self, finished: Sequence[Finished]) -> None:
+        """Take note of what the engine has started and ended."""
+        started = self._service.take_started()
+        if not finished and not started:
             return
         with self._changed:
+            for request_id in started:
+                self._start(request_id)
             for one in finished:
-                key, _ = self._in_engine.pop(one.request_id)
-                self._put(key, one)
-            self._forget_suspects([one.request_id for one in finished])
-            self._barren_deaths = 0
-            self._changed.notify_all()
+                self._end(one)
+            if finished:
+                self._forget_suspects([one.request_id for one in finished])
+                self._barren_deaths = 0
+                self._changed.notify_all()
+
+    def _start(self, request_id: int) -> None:
+        inside = self._in_engine.get(request_id)
+        if inside is None or inside.has_started:
+            return
+        inside.has_started = True
+        box = self._boxes.get(inside.key)
+        if box is not None:
+            box.running += 1
+            box.started.append(request_id)
+
+    def _end(self, finished: Finished) -> None:
+        inside = self._in_engine.pop(finished.request_id)
+        if (
+            finished.finish_reason is FinishReason.ABORT
+            and not self._admitting
+            and not inside.has_started
+            and inside.key in self._boxes
+        ):  # recalled
+            self._boxes[inside.key].in_engine -= 1
+            self._lookahead.put_back([(inside.key, inside.request)])
+            return
+        self._leave(inside)
+        self._lookahead.done(inside.request)
+        self._put(inside.key, finished)
+
+    def _leave(self, inside: Inside) -> None:
+        box = self._boxes.get(inside.key)
+        if box is not None:  # else: withdrawn
+            box.in_engine -= 1
+            box.running -= inside.has_started
 
     def _put(self, key: int, outcome: Outcome) -> None:
         box = self._boxes.get(key)
         if box is not None:  # else: withdrawn
-            box.in_engine -= 1
             box.outcomes.append(outcome)
 
     def _forget_suspects(self, request_ids: Sequence[int]) -> None:
@@ -314,21 +443,32 @@ class EngineSupervisor:
 
     def _blame(self, death: EngineDiedError) -> None:
         """Sort what was inside into culprit, suspects and cleared."""
-        inside = {i: entry for i, entry in self._in_engine.items() if entry[0] in self._boxes}
-        for key, _ in inside.values():
-            self._boxes[key].in_engine -= 1
-            self._boxes[key].reruns += 1
+        entering = set(self._service.entering)
+        suspected: list[int] = []
+        withdrawn: list[int] = []
+        known = dict(self._suspects)
+        for request_id, inside in self._in_engine.items():
+            self._leave(inside)
+            box = self._boxes.get(inside.key)
+            if box is None:
+                self._lookahead.done(inside.request)
+                known.pop(request_id, None)
+                withdrawn.append(request_id)
+                continue
+            known[request_id] = (inside.key, inside.request)
+            box.reruns += inside.has_started
+            if inside.has_started or request_id in entering:
+                suspected.append(request_id)
         self._in_engine.clear()
         self._to_cancel.clear()
-        known = self._suspects | inside
-        verdict = self._isolation.crashed(list(inside))
-        if verdict.culprit is not None:
-            key, _ = known.pop(verdict.culprit)
-            self._boxes[key].in_engine += 1  # _put takes it off again
-            self._put(key, Quarantined(verdict.culprit, _code(death), _reason(death)))
-        cleared = set(verdict.cleared)
-        self._suspects = {i: entry for i, entry in known.items() if i not in cleared}
-        self._lookahead.put_back(entry for i, entry in known.items() if i in cleared and entry[0] in self._boxes)
+        culprit = self._isolation.crashed(suspected).culprit
+        self._isolation.settled(withdrawn)
+        if culprit is not None:
+            key, request = known.pop(culprit)
+            self._lookahead.done(request)
+            self._put(key, Quarantined(culprit, _code(death), _reason(death)))
+        self._suspects = {i: known.pop(i) for i in self._isolation.suspects}
+        self._lookahead.put_back(known.values())
 
     def _give_up(self, error: NightmillError) -> None:
         with self._changed:

@@ -45,6 +45,7 @@ class Submit:
     """Feeder → engine: run these."""
 
     requests: tuple[Request, ...]
+    more_follow: bool = False  # at once: an idle engine waits for them, so that it plans with all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class Cancel:
     """Feeder → engine: end these now; each still comes back once, with ABORT."""
 
     request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Feeder → engine: end, with ABORT, what has never started; what has goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,22 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
+class Entering:
+    """Engine → feeder: these are being taken in, one by one, until the next message: a death now is one of theirs."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Engine → feeder, before the step that runs them for the first time. A pipe outlives its writer: whatever kills
+    the engine, the feeder knows who ran."""
+
+    request_ids: tuple[int, ...]
+    finished: tuple[Finished, ...] = ()  # whose places they take: finished rows that nobody knows of are lost too
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Engine → feeder: the last words of an engine that ends by an exception."""
 
@@ -91,5 +113,5 @@ class Failed:
     traceback: str
 
 
-Command = Submit | Cancel
-Report = Ready | Results | Failed
+Command = Submit | Cancel | Recall
+Report = Ready | Results | Entering | Started | Failed

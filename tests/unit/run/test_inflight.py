@@ -27,28 +27,59 @@ def test_a_first_attempt_has_no_history(folder: OutputFolder) -> None:
     assert first.suspects({0, 1}, num_failures=9) == ()
 
 
-def test_the_next_attempt_knows_how_far_it_was(folder: OutputFolder) -> None:
+def test_the_next_attempt_knows_what_had_started_in_whatever_order(folder: OutputFolder) -> None:
     first = mark(folder)
-    first.reach(5)
-    first.reach(9)
+    first.start([500, 7, 501])
+    first.start([9])
     first.write()
     again = mark(folder)
-    assert [again.covers(row) for row in (0, 9, 10)] == [True, True, False]
+    assert [again.covers(row) for row in (0, 7, 8, 9, 499, 500, 501, 502)] == [
+        *(False, True, False, True),
+        *(False, True, True, False),
+    ]
+
+
+def test_what_is_durable_is_not_lost(folder: OutputFolder) -> None:
+    first = mark(folder)
+    first.start(range(20))
+    first.write()
+    first.settle(range(10))
+    first.start([30])
+    first.write()
+    assert [row for row in range(40) if mark(folder).covers(row)] == [*range(10, 20), 30]
+
+
+def test_what_was_lost_once_and_not_begun_again_is_still_lost(folder: OutputFolder) -> None:
+    mark(folder).start([3])
+    second = mark(folder)
+    second.start([8])
+    second.write()
+    assert [row for row in range(10) if mark(folder).covers(row)] == [3, 8]
+
+
+def test_the_mark_stays_small(folder: OutputFolder) -> None:
+    first = mark(folder)
+    for start in range(0, 100_000, 1000):
+        first.start(range(start, start + 1000))
+        first.settle(range(start, start + 900))
+    first.write()
+    (path,) = Path(folder.root).rglob("inflight.json")
+    assert path.stat().st_size < 5000
 
 
 def test_two_deaths_make_suspects_of_what_was_inside(folder: OutputFolder) -> None:
-    mark(folder).reach(9)
+    mark(folder).start([7, 3])
     missing = {3, 7, 9, 12}
     assert mark(folder).suspects(missing, num_failures=1) == ()
-    assert mark(folder).suspects(missing, num_failures=2) == (3, 7, 9)
+    assert mark(folder).suspects(missing, num_failures=2) == (3, 7)  # 9 waited
 
 
 def test_a_window_outlives_other_rows_running(folder: OutputFolder) -> None:
     first = mark(folder)
-    first.reach(9)
+    first.start([3, 5, 7, 9])
     first.begin_window((3, 7))
     second = mark(folder)
-    second.reach(40)
+    second.start([40])
     second.write()
     assert mark(folder).suspects({3, 7, 9, 50}, num_failures=0) == (3, 7)
 
@@ -56,7 +87,7 @@ def test_a_window_outlives_other_rows_running(folder: OutputFolder) -> None:
 def test_one_row_is_convicted_after_two_deaths_alone(folder: OutputFolder) -> None:
     for convicted in (False, False, True):
         attempt = mark(folder)
-        attempt.reach(9)
+        attempt.start([7, 9])
         assert attempt.is_convicted((7,)) is convicted
         attempt.begin_window((7,))
     assert not mark(folder).is_convicted((8,))
@@ -78,7 +109,7 @@ def test_a_finished_window_clears_everybody(folder: OutputFolder) -> None:
 
 
 def test_an_unreadable_mark_is_no_mark(folder: OutputFolder) -> None:
-    mark(folder).reach(9)
+    mark(folder).start([0])
     (path,) = Path(folder.root).rglob("inflight.json")
     path.write_text("{")
     assert not mark(folder).covers(0)

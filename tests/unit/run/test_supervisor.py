@@ -4,16 +4,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.run.scripted_runner import EXIT, HANG, KILL, RAISE, ScriptedConfig
+from tests.unit.run.scripted_runner import EXIT, HANG, KILL, RAISE, ScriptedConfig, ScriptedRunner
 
 from nightmill.errors import EngineError, NightmillError, RowErrorCode
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
+from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
-from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.request import Finished, FinishReason, Request
+from nightmill_worker.engine.step import StepOutput, StepPlan
 from nightmill_worker.service import EngineService
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
 
@@ -82,9 +85,11 @@ def test_case_I062_the_row_that_ends_the_engine_is_found(what: str, tmp_path: Pa
     assert [o.request_id for o in blamed] == [13]
     assert blamed[0].code is (RowErrorCode.ENGINE_ERROR if what == RAISE else RowErrorCode.QUARANTINED)
     assert "alone" in blamed[0].message
-    assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(FeedLimits.of(8).max_in_engine))
-    # Counters of the dead engines are not lost.
-    assert sum(s.finished for s in supervisor.stats()) >= 79
+    # The suspects are those that had started, eight at most; the others only waited in the engine.
+    assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(OPTIONS.max_num_seqs))
+    # Counters of the dead engines are not lost, but for the last moment before a death.
+    assert len(supervisor.stats()) > 1
+    assert supervisor.stats()[0].steps > 0
 
 
 def test_two_poison_rows_are_both_found(tmp_path: Path) -> None:
@@ -167,3 +172,110 @@ def test_nothing_enters_after_stop_admitting() -> None:
         assert mailbox.collect(0.3, or_room=False) == []
         assert mailbox.in_engine == 0
     supervisor.close()
+
+
+def test_a_death_with_thousands_waiting_suspects_only_what_had_started(tmp_path: Path) -> None:
+    config = ScriptedConfig(traps={POISON: KILL}, deaths_dir=tmp_path)
+    supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
+    try:
+        with supervisor.open() as mailbox:
+            mailbox.offer([request(i, poison=i == 700) for i in range(2000)])
+            outcomes = drain(mailbox, 2000)
+            reruns = mailbox.reruns
+    finally:
+        supervisor.close()
+    assert [i for i, o in outcomes.items() if isinstance(o, Quarantined)] == [700]
+    assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(8))
+    # Eight had started at the first death, half as many at each one after: the thousand that waited lost nothing.
+    assert 1 <= reruns <= 8 + 4 + 2 + 1 + 1
+
+
+def test_a_row_that_ends_the_engine_as_it_comes_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = EngineLoop.add
+
+    def trip(loop: EngineLoop, request: Request) -> None:
+        if POISON in request.prompt:
+            raise RuntimeError("no such prompt")
+        add(loop, request)
+
+    monkeypatch.setattr(EngineLoop, "add", trip)
+    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), FeedLimits.of(8))
+    try:
+        with supervisor.open() as mailbox:
+            mailbox.offer([request(i, poison=i == 150) for i in range(300)])
+            outcomes = drain(mailbox, 300)
+    finally:
+        supervisor.close()
+    assert [i for i, o in outcomes.items() if isinstance(o, Quarantined)] == [150]
+
+
+def test_a_drain_finishes_what_has_started_and_gives_back_what_waits() -> None:
+    supervisor = EngineSupervisor(starter(ScriptedConfig(step_s=0.005), in_process=True), FeedLimits.of(8))
+    with supervisor.open() as mailbox:
+        mailbox.offer([request(i, max_tokens=20) for i in range(500)])
+        while mailbox.running < 8:
+            mailbox.collect(0.01, or_room=False)
+        supervisor.stop_admitting()
+        outcomes: list[Outcome] = []
+        while mailbox.in_engine:
+            outcomes += mailbox.collect(0.01, or_room=False)
+        outcomes += mailbox.collect(0, or_room=False)
+        started = set(mailbox.take_started())
+        assert supervisor.status().waiting == 500 - len(outcomes)
+    supervisor.close()
+    assert 8 <= len(outcomes) < 100
+    assert {o.request_id for o in outcomes} == started
+    assert {o.finish_reason for o in outcomes if isinstance(o, Finished)} == {FinishReason.LENGTH}
+
+
+def test_a_row_is_named_before_the_step_that_it_ends(tmp_path: Path) -> None:
+    config = ScriptedConfig(traps={POISON: KILL}, deaths_dir=tmp_path, max_deaths=1)
+    supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
+    try:
+        with supervisor.open() as mailbox:
+            mailbox.offer([request(5, poison=True)])
+            drain(mailbox, 1)
+            assert mailbox.take_started() == [5, 5]  # in the engine that died, and in the next one
+            assert mailbox.reruns == 1
+    finally:
+        supervisor.close()
+
+
+def test_the_shard_with_the_most_rows_at_risk_is_told_to_flush() -> None:
+    limits = replace(FeedLimits.of(8), max_unflushed=10)
+    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), limits)
+    with supervisor.open() as one, supervisor.open() as other:
+        one.note_unflushed(3)
+        other.note_unflushed(6)
+        assert not one.must_flush
+        assert not other.must_flush
+        one.note_unflushed(4)
+        assert other.must_flush
+        assert not one.must_flush
+        assert other.collect(60, or_room=False) == []  # at once
+        other.note_unflushed(0)
+        assert not other.must_flush
+    supervisor.close()
+
+
+def test_an_idle_engine_waits_until_it_can_plan_with_all() -> None:
+    sizes: list[int] = []
+
+    class Spy(ScriptedRunner):
+        def run(self, plan: StepPlan) -> StepOutput:
+            sizes.append(plan.num_sequences)
+            return super().run(plan)
+
+    class SpyConfig(ScriptedConfig):
+        def build(self) -> ScriptedRunner:
+            return Spy(self)
+
+    limits = replace(FeedLimits.of(8), max_requests=20, quiet_s=600, prime_s=600)
+    supervisor = EngineSupervisor(starter(SpyConfig(), in_process=True), limits)
+    with supervisor.open() as mailbox:
+        for i in range(20):
+            assert not sizes
+            mailbox.offer([request(i)])
+        drain(mailbox, 20)  # the look-ahead was full
+    supervisor.close()
+    assert sizes[0] == 8
