@@ -234,7 +234,10 @@ class ShardRun:
             if exhausted and last:
                 self._end_reading()
             may_offer = careful is None and not exhausted and not self._drain.requested
-            for outcome in mailbox.collect(TURN_S, or_room=may_offer):
+            outcomes = mailbox.collect(TURN_S, or_room=may_offer)
+            # First: a flush on the way writes the mark, and who has started by now belongs into it.
+            self._mark_started(mailbox)
+            for outcome in outcomes:
                 self._take(outcome)
             self._tell(mailbox)
             finished = exhausted and not self._pending
@@ -262,7 +265,9 @@ class ShardRun:
                     made = error_completion(made, RowErrorCode.QUARANTINED, message, attempt=self.lease.attempt)
                 self._keep(made)
 
-    def _requests(self, wanted: Collection[int], piece_rows: int = FEED_ROWS) -> Iterator[list[RowRequest | Completion]]:
+    def _requests(
+        self, wanted: Collection[int], piece_rows: int = FEED_ROWS
+    ) -> Iterator[list[RowRequest | Completion]]:
         spec = self._context.job.spec
         for batch in read_shard(self.lease.range, spec):
             rows = (row for row in parse_rows(batch, spec) if row.row_index in wanted)
@@ -287,7 +292,6 @@ class ShardRun:
 
     def _take(self, outcome: Outcome) -> None:
         made = self._pending.pop(outcome.request_id)
-        self._mark.start([made.row.row_index])
         attempt = self.lease.attempt
         if isinstance(outcome, Quarantined):
             self._keep(error_completion(made, outcome.code, outcome.message, attempt=attempt))
@@ -324,10 +328,12 @@ class ShardRun:
             return False
         return self._drain.requested and (mailbox.in_engine == 0 or self._drain.at_once)
 
-    def _tell(self, mailbox: Mailbox) -> None:
-        started = [self._pending[i].row.row_index for i in mailbox.take_started() if i in self._pending]
+    def _mark_started(self, mailbox: Mailbox) -> None:
+        started = mailbox.take_started()
         if started:
-            self._mark.start(started)
+            self._mark.start(self._pending[i].row.row_index for i in started if i in self._pending)
+
+    def _tell(self, mailbox: Mailbox) -> None:
         mailbox.note_unflushed(self._writer.pending)
         counts = self._counts
         self.progress = ShardProgress(
