@@ -23,6 +23,7 @@ _VARIABLES = frozenset(
         "NIGHTMILL_S3_ADDRESSING",  # these three: storage/s3_settings.py
         "NIGHTMILL_S3_CONDITIONAL_WRITES",
         "NIGHTMILL_S3_RETRY_S",
+        "NIGHTMILL_BUCKET",
         "NIGHTMILL_QUEUE_TYPE",
         "NIGHTMILL_RING_AFTER_S",
     }
@@ -40,6 +41,7 @@ class Settings:
     demo_wheel: Path | None = None  # NIGHTMILL_DEMO_WHEEL: a local copy of the demo model's wheel
     log_level: str = "warning"  # NIGHTMILL_LOG_LEVEL
     broker_url: str | None = None  # CELERY_BROKER_URL: amqp://… (RabbitMQ); None: no fleet, or rings wait in the outbox
+    bucket: str | None = None  # NIGHTMILL_BUCKET: of `make up` and docker compose; for scripts, nothing defaults to it
     queue_type: str = "auto"  # NIGHTMILL_QUEUE_TYPE: of queues that do not exist yet; auto = quorum where there is such
     ring_after_s: float = 120.0  # NIGHTMILL_RING_AFTER_S: an unclaimed shard is rung again after this, doubling to 1 h
     failpoint: str = ""  # NIGHTMILL_FAILPOINT: see failpoint.py; tests only
@@ -77,6 +79,7 @@ class Settings:
             demo_wheel=wheel,
             log_level=_choice(environ, "NIGHTMILL_LOG_LEVEL", LOG_LEVELS) or "warning",
             broker_url=_broker_url(environ.get("CELERY_BROKER_URL", "")),
+            bucket=environ.get("NIGHTMILL_BUCKET") or None,
             queue_type=_choice(environ, "NIGHTMILL_QUEUE_TYPE", QUEUE_TYPES) or "auto",
             ring_after_s=_seconds(environ, "NIGHTMILL_RING_AFTER_S", 120.0),
             failpoint=failpoint,
