@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -43,6 +43,11 @@ class Drain:
         return self._signal
 
     @property
+    def grace_s(self) -> float:
+        """Seconds that running sequences get."""
+        return self._grace_s
+
+    @property
     def requested(self) -> bool:
         """Admit nothing more."""
         return self._event.is_set()
@@ -72,15 +77,15 @@ class Drain:
             raise InterruptedRunError(self._signal)
 
     @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside; main thread only."""
+    def signals(self, numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> Iterator[None]:
+        """Handle these signals inside; main thread only."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.request(number)
             if self._breakable:
                 raise InterruptedRunError(number)
 
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:

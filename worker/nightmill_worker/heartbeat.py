@@ -8,7 +8,7 @@ from typing import Protocol
 
 from nightmill.errors import NightmillError
 from nightmill.records import ShardLease, ShardProgress
-from nightmill.store import HEARTBEAT_S, Store
+from nightmill.store import HEARTBEAT_S, LEASE_TTL_S, Store
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,20 @@ class Held(Protocol):
 class Heartbeat:
     """A thread for all shards of a worker."""
 
-    def __init__(self, store: Store, worker_id: str, *, sleep: Callable[[float], bool] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        worker_id: str,
+        *,
+        ttl_s: float = LEASE_TTL_S,
+        sleep: Callable[[float], bool] | None = None,
+    ) -> None:
         self._store = store
         self._worker_id = worker_id
+        self._ttl_s = ttl_s
+        self._every_s = min(HEARTBEAT_S, ttl_s / 4)
+        self.turned_at = time.monotonic()  # when the thread last looked
+        self.answered_at = time.monotonic()  # when the store last answered it
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
         self._stopped = threading.Event()
@@ -67,7 +78,8 @@ class Heartbeat:
         held = self._snapshot()
         if not held:
             return
-        lost = self._store.heartbeat(self._worker_id, {i: shard.progress for i, shard in held.items()})
+        progress = {i: shard.progress for i, shard in held.items()}
+        lost = self._store.heartbeat(self._worker_id, progress, self._ttl_s)
         for shard_id in lost:
             log.warning("the lease of shard %d is lost: its work is dropped", shard_id)
             held[shard_id].lose()
@@ -86,12 +98,14 @@ class Heartbeat:
 
     def _run(self) -> None:
         beaten_at = time.monotonic()
-        while not self._sleep(STOP_POLL_S):
+        while not self._sleep(min(STOP_POLL_S, self._every_s)):
+            self.turned_at = time.monotonic()
             try:
-                self.look_for_stops()
-                if time.monotonic() - beaten_at >= HEARTBEAT_S:
+                if time.monotonic() - beaten_at >= self._every_s:
                     self.beat()
                     beaten_at = time.monotonic()
+                self.look_for_stops()
+                self.answered_at = time.monotonic()
             except NightmillError as error:
                 # The store may come back before the leases run out; when it does not, another worker takes over
                 # and the commit is refused.

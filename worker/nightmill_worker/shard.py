@@ -18,10 +18,11 @@ from nightmill.errors import RowErrorCode, StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
-from nightmill.output.part import find_part, write_part
+from nightmill.output.part import find_part, publish_part, write_part
 from nightmill.reader import read_shard
 from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, ShardResult, TokenCounts
 from nightmill.rows import InputRow, parse_rows
+from nightmill.states import Tier
 from nightmill.storage import Storage
 from nightmill.store import LEASE_TTL_S, Store
 from nightmill_worker.drain import Drain
@@ -56,6 +57,7 @@ class JobContext:
     model_name: str
     tokenizer: Tokenizer
     maker: RequestMaker
+    sources: Storage | None = None  # of the input, as planned; None: as it stands now
     lease_ttl_s: float = LEASE_TTL_S
     retries_commit: bool = False  # a store that fails may be back before the lease is gone: a server, not a full disk
     charges: Callable[[BaseException], bool] = never  # whether an attempt that raised this uses up the shard's budget
@@ -75,28 +77,10 @@ class ShardEnd(StrEnum):
 class ShardRun:
     """One attempt. `run` is called once, on a thread of its own; the rest may be read from other threads."""
 
-    def __init__(
-        self,
-        lease: ShardLease,
-        context: JobContext,
-        supervisor: EngineSupervisor,
-        drain: Drain,
-        *,
-        on_read: Callable[[], None] | None = None,
-    ) -> None:
-        """Prepare an attempt.
-
-        Args:
-            lease: Just taken.
-            context: Of its job.
-            supervisor: Of the engine.
-            drain: When to stop early.
-            on_read: Called once, when no more rows will be offered.
-        """
+    def __init__(self, lease: ShardLease, context: JobContext, supervisor: EngineSupervisor, drain: Drain) -> None:
         self.lease = lease
         self.progress = ShardProgress(attempt=lease.attempt)
         self.is_reading = True  # more rows will be offered
-        self._on_read = on_read
         self.rows_resumed = 0
         self.rows_recomputed = 0
         self._context = context
@@ -113,6 +97,11 @@ class ShardRun:
         self._flushed_at = time.monotonic()
         self._unflushed: list[int] = []  # row indices that the writer holds
         self._name = f"shard {lease.range.index} of {lease.job_id}"
+
+    @property
+    def tier(self) -> Tier:
+        """Of its job."""
+        return self._context.job.options.tier
 
     def lose(self) -> None:
         """The lease is gone: stop and write nothing."""
@@ -135,7 +124,7 @@ class ShardRun:
             self._release(failed=self._context.charges(error))
             raise
         finally:
-            self._end_reading()
+            self.is_reading = False
         if end is ShardEnd.RELEASED:
             self._release()
         return end
@@ -160,10 +149,13 @@ class ShardRun:
                 spec_digest=context.job.spec_digest,
                 source_schema=context.source_schema,
                 model=context.model_name,
+                attempt=self.lease.attempt,
+                source_storage=context.sources,
             )
         result = part.result(rows_resumed=self.rows_resumed, rows_recomputed=self.rows_recomputed)
         self._commit(result)
         failpoint("after_commit")
+        publish_part(context.storage, context.folder, shard.index, self.lease.attempt)
         return ShardEnd.COMMITTED
 
     def _commit(self, result: ShardResult) -> None:
@@ -231,8 +223,7 @@ class ShardRun:
                 batch = next(batches, None)
                 exhausted = batch is None
                 self._offer(mailbox, batch or [])
-            if exhausted and last:
-                self._end_reading()
+            self.is_reading = not (exhausted and last)
             may_offer = careful is None and not exhausted and not self._drain.requested
             outcomes = mailbox.collect(TURN_S, or_room=may_offer)
             # First: a flush on the way writes the mark, and who has started by now belongs into it.
@@ -250,12 +241,6 @@ class ShardRun:
                 self._flush()
                 mailbox.note_unflushed(0)
 
-    def _end_reading(self) -> None:
-        if self.is_reading:
-            self.is_reading = False
-            if self._on_read is not None:
-                self._on_read()
-
     def _convict(self, row_index: int) -> None:
         """A row that took the whole process along, twice, alone."""
         for batch in self._requests({row_index}):
@@ -269,7 +254,7 @@ class ShardRun:
         self, wanted: Collection[int], piece_rows: int = FEED_ROWS
     ) -> Iterator[list[RowRequest | Completion]]:
         spec = self._context.job.spec
-        for batch in read_shard(self.lease.range, spec):
+        for batch in read_shard(self.lease.range, spec, storage=self._context.sources):
             rows = (row for row in parse_rows(batch, spec) if row.row_index in wanted)
             while piece := list(islice(rows, piece_rows)):
                 made = iter(self._context.maker.make([row for row in piece if isinstance(row, InputRow)]))

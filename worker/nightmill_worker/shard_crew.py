@@ -41,17 +41,17 @@ class ShardCrew:
         self._somebody_ended = threading.Event()
         self._past: Counter[str] = Counter()
 
-    def start(self, lease: ShardLease, context: JobContext, on_read: Callable[[], None] | None = None) -> ShardRun:
+    def start(self, lease: ShardLease, context: JobContext, on_end: Callable[[], None] | None = None) -> ShardRun:
         """Begin an attempt.
 
         Args:
             lease: Just taken.
             context: Of its job.
-            on_read: Called once, when the shard has offered its last row or has ended: it needs no more look-ahead.
+            on_end: Called once, on the shard's thread, when it has ended in whatever way.
         """
-        run = ShardRun(lease, context, self._supervisor, self._drain, on_read=on_read)
+        run = ShardRun(lease, context, self._supervisor, self._drain)
         name = f"shard-{lease.job_id}-{lease.range.index}"
-        thread = threading.Thread(target=self._work, args=(run,), name=name, daemon=True)
+        thread = threading.Thread(target=self._work, args=(run, on_end), name=name, daemon=True)
         with self._lock:
             self._active[thread] = run
         self._heartbeat.hold(run)
@@ -104,7 +104,7 @@ class ShardCrew:
         for thread in active:
             thread.join()
 
-    def _work(self, run: ShardRun) -> None:
+    def _work(self, run: ShardRun, on_end: Callable[[], None] | None) -> None:
         end: ShardEnd | None = None
         failure: BaseException | None = None
         with shard_context(run.lease):
@@ -121,6 +121,8 @@ class ShardCrew:
             self._past.update(_counts(run))
             del self._active[threading.current_thread()]
             self._ended.append(EndedShard(run, end, failure))
+        if on_end is not None:
+            on_end()
         self._somebody_ended.set()
 
 

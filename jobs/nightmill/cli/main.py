@@ -32,6 +32,7 @@ COMMANDS = {
 # Help lists the commands of the entry-point group without importing them: theirs are the heavy packages.
 WORKER_HELP = {
     "run": "Answer every row of a Parquet input, in this process.",
+    "worker": "Work on the jobs of a fleet, until told to stop.",
     "bench": "Measure the engine on this machine.",
     "simulate": "What a file would take on a device: the real scheduler on a roofline.",
 }
