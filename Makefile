@@ -53,6 +53,17 @@ docs: $(VENV)/.dev  ## write docs/cli.md from the commands' help
 services: $(VENV)/.dev  ## install PostgreSQL, RabbitMQ and Ceph (Debian packages, as root) without starting anything
 	@$(BIN)/python -m deploy.native.packages
 
+MODEL ?= demo
+WORKERS ?= 2
+S3 ?= auto
+.PHONY: up
+up: services  ## the whole system as processes: PostgreSQL, RabbitMQ, S3, two workers; MODEL=, WORKERS=, S3=ceph|moto
+	@$(BIN)/python -m deploy.native up --model "$(MODEL)" --workers $(WORKERS) --s3 $(S3)
+
+.PHONY: down
+down: $(VENV)/.dev  ## stop what `make up` started, the workers first; CLEAN=1 removes the data, too
+	@$(BIN)/python -m deploy.native down $(if $(CLEAN),--clean)
+
 .PHONY: test
 test: lint services  ## all checks: lint, then the test suite without the long tests
 	$(BIN)/python -m pytest -m "not long"

@@ -23,10 +23,12 @@ _OSD_TRIES, _OSD_PATIENCE_S = 5, 8.0
 class Ceph:
     """One cluster of one machine, about 700 MiB of memory. What was acknowledged survives `kill`."""
 
-    def __init__(self, folder: Path, *, port: int | None = None, outlive: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, port: int | None = None, mon_port: int | None = None, outlive: bool = False
+    ) -> None:
         self.folder = folder.absolute()
         self.port = port or free_port()
-        self._mon_port = free_port()
+        self._mon_port = mon_port or free_port()  # like `port` written into what is stored: the same at each start
         self.endpoint = S3Endpoint(
             url=f"http://127.0.0.1:{self.port}", access_key="NIGHTMILL", secret_key="nightmill-native"
         )

@@ -62,9 +62,9 @@ class Postgres:
         )
 
     @property
-    def process(self) -> Process:
+    def processes(self) -> list[Process]:
         """The postmaster."""
-        return self._process
+        return [self._process]
 
     @property
     def running(self) -> bool:
@@ -99,6 +99,11 @@ class Postgres:
         """Stop (if it runs) and start again at the same port with the same data."""
         self.stop()
         self.start()
+
+    def databases(self) -> set[str]:
+        """The names of its databases."""
+        with self._connect() as connection:
+            return {str(name) for (name,) in connection.execute("SELECT datname FROM pg_database").fetchall()}
 
     def create_database(self, name: str) -> str:
         """A new empty database; returns its URL."""
