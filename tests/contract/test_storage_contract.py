@@ -1,35 +1,42 @@
 """What every Storage must do. A new one is one more entry of BACKENDS."""
 
 import errno
+import random
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.contract.s3_stores import use_store
+from tests.services.servers import S3Bucket
 
 from nightmill.errors import StorageError
 from nightmill.storage import (
     LocalStorage,
     ObjectExistsError,
     PreconditionFailedError,
+    SourceChangedError,
     Storage,
     absolute,
     open_storage,
 )
 
-BACKENDS: dict[str, Callable[[Path], tuple[Storage, str]]] = {
-    "local": lambda folder: (LocalStorage(), str(folder / "bucket")),
-}
+BACKENDS = ("local", "moto", "ceph")
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Storage, str]:
-    return BACKENDS[request.param](tmp_path)
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Storage, str]:
+    if request.param == "local":
+        return LocalStorage(), str(tmp_path / "bucket")
+    bucket: S3Bucket = request.getfixturevalue(f"{request.param}_s3")
+    use_store(monkeypatch, bucket)
+    root = f"s3://{bucket.bucket}/some/prefix"
+    return open_storage(root), root
 
 
 def create(storage: Storage, uri: str, data: bytes) -> str:
@@ -194,6 +201,95 @@ def test_remove_empty_folders_keeps_what_holds_something(backend: tuple[Storage,
     storage.delete(f"{root}/w/a/x")
     storage.remove_empty_folders(f"{root}/w")
     assert [info.uri for info in storage.list(root)] == [f"{root}/w/b/y"]
+
+
+def test_what_was_opened_by_its_etag_is_that_version(backend: tuple[Storage, str]) -> None:
+    storage, root = backend
+    etag = create(storage, f"{root}/x", b"old")
+    with storage.open_input(f"{root}/x", etag=etag) as file:
+        assert file.read() == b"old"
+    storage.delete(f"{root}/x")
+    create(storage, f"{root}/x", b"newer")
+    with pytest.raises(SourceChangedError, match="x was overwritten"):
+        storage.open_input(f"{root}/x", etag=etag)
+
+
+def test_large_objects_are_read_in_pieces(backend: tuple[Storage, str]) -> None:
+    storage, root = backend
+    data = random.Random(1).randbytes(9_000_000)
+    create(storage, f"{root}/x", data)
+    with storage.open_input(f"{root}/x") as file:
+        assert file.size() == len(data)
+        for start, length in [(0, 10), (5_000_000, 3_000_000), (8_999_990, 100), (3, 9_000_000), (9_000_000, 5)]:
+            file.seek(start)
+            assert file.read(length) == data[start : start + length]
+
+
+def test_copy_puts_a_whole_object_in_the_others_place(backend: tuple[Storage, str]) -> None:
+    storage, root = backend
+    create(storage, f"{root}/a", b"one")
+    create(storage, f"{root}/b/c", b"two")
+    storage.copy(f"{root}/a", f"{root}/b/c")
+    assert read(storage, f"{root}/b/c") == read(storage, f"{root}/a") == b"one"
+    with pytest.raises(StorageError, match="none"):
+        storage.copy(f"{root}/none", f"{root}/b/c")
+    assert read(storage, f"{root}/b/c") == b"one"
+
+
+def test_odd_names(backend: tuple[Storage, str]) -> None:
+    storage, root = backend
+    names = ["a b", "ä/ö", "per%20cent", "plus+and&=?#", "[x]*", "q'uote\"s", "日本/語.parquet"]
+    for name in names:
+        create(storage, f"{root}/{name}", name.encode())
+    assert sorted(info.uri.removeprefix(f"{root}/") for info in storage.list(root)) == sorted(names)
+    for name in names:
+        assert read(storage, f"{root}/{name}") == name.encode()
+        assert storage.stat(f"{root}/{name}") is not None
+
+
+def test_more_objects_than_a_page_holds(backend: tuple[Storage, str]) -> None:
+    storage, root = backend
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: create(storage, f"{root}/{number:04d}", b""), range(1010)))
+    assert [info.uri for info in storage.list(root)] == [f"{root}/{number:04d}" for number in range(1010)]
+
+
+def test_one_of_eight_racing_processes_wins(backend: tuple[Storage, str], tmp_path: Path) -> None:
+    """Sixteen threads above, eight processes here: no lock of ours may be what decides."""
+    storage, root = backend
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RACER, f"{root}/x", str(number)], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, text=True)
+        for number in range(8)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outcomes = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert sorted(outcomes) == ["lost"] * 7 + ["won"]
+    assert read(storage, f"{root}/x") == b"%d" % outcomes.index("won")
+
+
+RACER = """
+import sys
+from nightmill.storage import ObjectExistsError, open_storage
+uri, number = sys.argv[1:]
+storage = open_storage(uri)
+with storage.stage(uri) as staged:
+    staged.file.write(number.encode())
+    assert storage.creates_atomically(uri.rpartition("/")[0])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        staged.create()
+        print("won")
+    except ObjectExistsError:
+        print("lost")
+"""
 
 
 def test_equal_storages_are_one_key(backend: tuple[Storage, str]) -> None:
