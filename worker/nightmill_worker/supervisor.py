@@ -37,7 +37,7 @@ class FeedLimits:
     max_tokens: int  # of their prompts
     min_requests: int  # may be held whatever their tokens, so that a free slot is filled in the next step
     max_unflushed: int = 256  # finished rows of all shards that are not durable
-    quiet_s: float = 0.15  # an idle engine starts when nothing more has come for so long,
+    quiet_s: float = 0.3  # an idle engine starts when nothing more has come for so long,
     prime_s: float = 2.0  # or so long after the first request: what is planned together is planned better
 
     @classmethod
