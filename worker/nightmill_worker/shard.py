@@ -18,7 +18,7 @@ from nightmill.errors import RowErrorCode, StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
-from nightmill.output.part import find_part, publish_part, write_part
+from nightmill.output.part import publish_part
 from nightmill.reader import read_shard
 from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, ShardResult, TokenCounts
 from nightmill.rows import InputRow, parse_rows
@@ -30,6 +30,7 @@ from nightmill_worker.feed.completions import completion_of, error_completion
 from nightmill_worker.feed.requests import RequestMaker, RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.inflight import InflightMark, windows
+from nightmill_worker.shard_output import shard_output
 from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quarantined
 
 log = logging.getLogger(__name__)
@@ -131,27 +132,17 @@ class ShardRun:
 
     def _run(self) -> ShardEnd:
         context, shard = self._context, self.lease.range
-        part = find_part(context.storage, context.folder, shard, context.job.spec_digest)
+        output = shard_output(context, self.lease)
+        part = output.standing()
         if part is not None:  # an earlier attempt died between its part and its commit
             self.rows_resumed = part.rows.total
             self.progress = replace(self.progress, rows_completed=part.rows.completed, rows_failed=part.rows.failed)
         else:
             checkpoints = CheckpointReader(context.storage, context.folder.work, shard.index)
-            if not self._answer(self._resume(checkpoints)):
+            if not self._answer(self._resume(output.kept(), checkpoints)):
                 return ShardEnd.LOST if self._lost else ShardEnd.RELEASED
             checkpoints.include(self._writer.files)
-            part = write_part(
-                context.storage,
-                context.folder,
-                shard,
-                checkpoints.read(),
-                spec=context.job.spec,
-                spec_digest=context.job.spec_digest,
-                source_schema=context.source_schema,
-                model=context.model_name,
-                attempt=self.lease.attempt,
-                source_storage=context.sources,
-            )
+            part = output.write(checkpoints.read())
         result = part.result(rows_resumed=self.rows_resumed, rows_recomputed=self.rows_recomputed)
         self._commit(result)
         failpoint("after_commit")
@@ -169,9 +160,9 @@ class ShardRun:
                 log.warning("the commit will be tried again: %s", error)
                 time.sleep(random.uniform(0.5, 1.5))
 
-    def _resume(self, checkpoints: CheckpointReader) -> set[int]:
+    def _resume(self, kept: Sequence[Completion], checkpoints: CheckpointReader) -> set[int]:
         """Count what is durable; return its row indices."""
-        durable = checkpoints.read()
+        durable = {**checkpoints.read(), **{completion.row_index: completion for completion in kept}}
         for completion in durable.values():
             self._count(completion)
         self.rows_resumed = len(durable)
