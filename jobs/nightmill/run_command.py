@@ -42,7 +42,7 @@ def _flag(name: str, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return [word for item in value for word in (flag, str(item))]
     text = str(value)
-    # A value that begins with a dash, or that means a file, would be read otherwise.
     if name == "system_prompt" and text.startswith("@"):
-        raise ValueError("a system prompt that begins with @ can only be given by a file")
+        text = "@FILE"  # the text itself would be taken for a file's name; whoever wrote it has the file
+    # A value that begins with a dash would be read as a flag.
     return [f"{flag}={text}"] if text.startswith("-") else [flag, text]

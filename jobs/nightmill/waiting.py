@@ -12,6 +12,7 @@ from nightmill.store import Store
 
 FIRST_LOOK_S = 0.1
 LOOK_S = 1.0
+MIN_SLEEP_S = 1e-3
 PATIENCE_S = 900.0
 """A database that was there and does not answer for this long is taken for gone."""
 
@@ -67,7 +68,7 @@ def looks(
             if job.status in TERMINAL_JOB:
                 return
         left = None if timeout_s is None else timeout_s - (monotonic() - began)
-        if left is not None and left <= 0:
+        if left is not None and left < MIN_SLEEP_S:
             assert timeout_s is not None
             raise WaitTimedOutError(
                 f"job {job_id} is {job.status} after {clock(timeout_s)} of waiting; it goes on",

@@ -130,19 +130,19 @@ def fleet_table(jobs: Sequence[JobProgress]) -> "RenderableType":
     from rich.console import Group
     from rich.table import Table
 
-    tiers = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    tiers = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("TIER", "JOBS", "ROWS LEFT", "RUNNING", "AVAILABLE", "LEASED", "ROWS/S", "TOKENS/S"):
         tiers.add_column(name, justify="left" if name == "TIER" else "right", no_wrap=True)
     for t in by_tier(jobs):
         counts = (t.jobs, t.rows_left, t.rows_running, t.shards_available, t.shards_leased)
         tiers.add_row(t.tier, *(f"{count:,}" for count in counts), _cell(t.rows_per_s, 1), _cell(t.tokens_per_s, 0))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("JOB", "TIER", "STATUS", "DONE", "ROWS", "ROWS/S", "ETA"):
-        table.add_column(name, justify="right" if name in ("DONE", "ROWS", "ROWS/S", "ETA") else "left", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("JOB", "TIER", "STATUS", "DONE", "ROWS", "ETA"):
+        table.add_column(name, justify="right" if name in ("DONE", "ROWS", "ETA") else "left", no_wrap=True)
     for p in jobs[:MAX_SHOWN]:
         done = f"{100 * p.rows_done / max(p.job.rows.total, 1):.1f} %"
         values = (p.job.job_id, p.job.options.tier.value, p.job.status.value, done, f"{p.job.rows.total:,}")
-        table.add_row(*values, _cell(p.rows_per_s, 1), clock(p.eta_s))
+        table.add_row(*values, clock(p.eta_s))
     if len(jobs) > MAX_SHOWN:
         table.caption = f"and {len(jobs) - MAX_SHOWN} more: nightmill list"
     return Group(tiers, table)
