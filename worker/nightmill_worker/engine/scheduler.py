@@ -19,7 +19,7 @@ from nightmill_worker.engine.waiting_queue import WaitingQueue
 
 _TIERS = sorted(Tier, key=lambda tier: tier.rank)
 _VICTIM_DIVISOR = 4
-"""One step takes at most a fourth of the slots from lower tiers, and of what runs ahead of need."""
+"""A step that has taken a fourth of the slots from lower tiers, or of what runs ahead of need, takes for no other."""
 _MAX_PASSED = 4
 """Requests of a tier that wait for pages while later ones are tried, in one step."""
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -180,7 +180,7 @@ class Scheduler:
                 break
             if draft.budget == 0 and draft.rows and not self._is_static:
                 break  # others of this tier or above are being computed: the next step is soon enough
-            if not self._has_place(draft) and not self._take_from_below(draft, rank):
+            if not self._has_place(draft) and not self._take_from_below(draft, rank, sequence):
                 break
             # What was saved may lie behind a prefix that others compute; it does not wait for them.
             may_wait = not self._is_static and not self._preemption.is_saved(sequence)
@@ -196,7 +196,7 @@ class Scheduler:
                 self._gate.on_admit(sequence)
                 if draft.budget > 0:
                     self._spend(draft, row)
-            elif not self._take_from_below(draft, rank, match.num_new - available):
+            elif not self._take_from_below(draft, rank, sequence, match.num_new - available):
                 num_passed += 1
                 if num_passed > _MAX_PASSED or not self._may_pass(sequence):
                     draft.close(rank)
@@ -215,14 +215,18 @@ class Scheduler:
     def _has_place(self, draft: "_Draft") -> bool:
         return self._table.has_free_row and (draft.budget > 0 or self._is_static)
 
-    def _take_from_below(self, draft: "_Draft", rank: int, num_pages: int = 0) -> bool:
+    def _take_from_below(self, draft: "_Draft", rank: int, taker: Sequence, num_pages: int = 0) -> bool:
         """Preempt one sequence of a lower tier for the next of this one; False when that would not help.
 
         A lower tier gives only while it has its share of computed tokens. Who holds more than its share of the pages
         has borrowed them, and gives before others; then the lowest.
         """
         table = self._table
-        if self._is_static or draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR):
+        if self._is_static:
+            return False
+        if draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR) and (
+            draft.taker is not taker or num_pages <= 0
+        ):
             return False
         lowest = int(table.order[table.rows()].max(initial=0)) >> ORDER_BITS
         ranks = [r for r in range(lowest, rank, -1) if self._shares.may_preempt(_TIERS[rank], _TIERS[r])]
@@ -233,6 +237,7 @@ class Scheduler:
         if row is None:
             return False
         draft.num_taken += 1
+        draft.taker = taker
         self._take(draft, row, PreemptionCause.TIER)
         self._gate.on_tier_preemption()
         return True
@@ -277,6 +282,7 @@ class _Draft:
     rows: list[int] = field(default_factory=list)  # with a chunk, one of `counts` tokens
     counts: list[int] = field(default_factory=list)
     num_taken: int = 0  # victims of higher tiers
+    taker: Sequence | None = None  # for whom the last of them was taken
 
     def close(self, rank: int) -> None:
         """Admit nobody of this tier or below in this step."""
