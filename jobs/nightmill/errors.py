@@ -106,6 +106,12 @@ class StorageError(NightmillError):
     code = "storage_error"
 
 
+class BrokerError(NightmillError):
+    """The message broker takes no messages; what is owed to it waits in the store."""
+
+    code = "broker_unavailable"
+
+
 class FencedError(NightmillError):
     """Another attempt holds this shard now: stop at once and write nothing."""
 
