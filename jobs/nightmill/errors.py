@@ -112,6 +112,12 @@ class BrokerError(NightmillError):
     code = "broker_unavailable"
 
 
+class StoreError(StorageError):
+    """The job store cannot be reached, or is damaged."""
+
+    code = "store_unavailable"
+
+
 class FencedError(NightmillError):
     """Another attempt holds this shard now: stop at once and write nothing."""
 

@@ -1,18 +1,35 @@
-"""The janitor: takes back what the dead held, closes what may not run, ends jobs. Many may run at once."""
+"""The janitor: takes back what the dead held, rings for what waits, closes what may not run, ends jobs.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Every worker carries one, and `nightmill janitor` is one; of all of them one works at a time. What each does is safe to
+do twice, so losing that lock costs effort and nothing else.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from nightmill.errors import FencedError
-from nightmill.records import JobInfo, ShardLease, ShardResult
-from nightmill.store import LEASE_TTL_S, Store
-from nightmill.worker_lock import sweep_dead
+from nightmill.broker import Broker
+from nightmill.closing import close_due, end_job
+from nightmill.config import Settings
+from nightmill.errors import BrokerError, NightmillError, StoreError
+from nightmill.output.closer import close_part, finalize
+from nightmill.relay import relay
+from nightmill.store import Store
+from nightmill.worker_lock import new_worker_id, sweep_dead
 
-ClosePart = Callable[[ShardLease, JobInfo], ShardResult]
-"""Writes a shard's part without computing: checkpointed rows, and error rows (by `lease.close_as`) for the rest."""
-Finalize = Callable[[JobInfo], None]
-"""Writes the manifest and `_SUCCESS`, removes checkpoints. Idempotent: it may run more than once, and at once."""
+log = logging.getLogger(__name__)
+
+EVERY_S = 2.0  # between sweeps
+MAX_CLOSINGS = 100  # shards in one sweep: the next tasks of a sweep wait for them
+MAX_ENDINGS = 20  # jobs in one sweep
+RING_EVERY_S = 10.0  # between looks for shards whose ring was lost
+_PAUSE_S, _MAX_PAUSE_S = 4.0, 300.0  # after a job's closing has failed: doubling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +40,45 @@ class Sweep:
     num_expired: int
 
 
+@dataclass(slots=True, kw_only=True)
+class JanitorReport:
+    """What one sweep did."""
+
+    granted: bool = False  # we were the one janitor; else only the dead of this machine and the outbox were seen to
+    num_dead: int = 0  # leases taken back from workers on this machine that have ended
+    num_expired: int = 0  # leases taken back because their time had run out
+    num_stale: int = 0  # shards to be rung for once more
+    num_rings: int = 0  # that left the outbox
+    num_closed: int = 0  # shards
+    ended: list[str] = field(default_factory=list)  # jobs
+    troubles: list[str] = field(default_factory=list)  # what failed, and will be tried again
+
+    @property
+    def did_something(self) -> bool:
+        """Whether there is anything to tell."""
+        numbers = (self.num_dead, self.num_expired, self.num_stale, self.num_rings, self.num_closed)
+        return any(numbers) or bool(self.ended or self.troubles)
+
+    def line(self) -> str:
+        """In words."""
+        counts = {
+            "leases of the dead": self.num_dead,
+            "expired leases": self.num_expired,
+            "rings sent": self.num_rings,
+            "rings repeated": self.num_stale,
+            "shards closed": self.num_closed,
+            "failed": len(self.troubles),
+        }
+        told = [f"{name}: {count}" for name, count in counts.items() if count]
+        return ", ".join([*told, *(f"ended {job_id}" for job_id in self.ended)]) or "nothing to do"
+
+
 def sweep(store: Store, workers_dir: Path) -> Sweep:
     """Take back the leases of dead workers at once, and of silent ones when their time has run out."""
+    return Sweep(num_dead=_bury(store, workers_dir), num_expired=store.expire_leases())
+
+
+def _bury(store: Store, workers_dir: Path) -> int:
     num_dead = 0
 
     def bury(worker_ids: Sequence[str]) -> None:
@@ -32,44 +86,127 @@ def sweep(store: Store, workers_dir: Path) -> Sweep:
         num_dead = store.release_dead(worker_ids)
 
     sweep_dead(workers_dir, bury)
-    return Sweep(num_dead=num_dead, num_expired=store.expire_leases())
+    return num_dead
 
 
-def close_due(
-    store: Store,
-    worker_id: str,
-    close_part: ClosePart,
-    *,
-    job_id: str | None = None,
-    limit: int = 100,
-    ttl_s: float = LEASE_TTL_S,
-) -> int:
-    """Close up to `limit` shards that may not run any more; returns how many. Call again until it returns 0."""
-    jobs: dict[str, JobInfo] = {}
-    num_closed = 0
-    for shard_id, reason in store.due_for_closing(limit, job_id):
-        lease = store.claim_for_close(shard_id, reason, worker_id, ttl_s)
-        if lease is None:
-            continue  # another closer has it
-        if lease.job_id not in jobs:
-            jobs[lease.job_id] = store.job(lease.job_id)
-        try:
-            store.commit_shard(lease, close_part(lease, jobs[lease.job_id]))
-        except FencedError:
-            continue  # we were slow, and another closer has done it
-        except BaseException:
-            store.release(lease, failed=False, progressed=False)
-            raise
-        num_closed += 1
-    return num_closed
+class Janitor:
+    """Call `sweep` every few seconds, or `run`. One thread at a time.
+
+    Args:
+        store: Of this process.
+        settings: For the workers of this machine, and how soon an unheard ring is repeated.
+        broker: None: nobody is rung.
+        worker_id: Holds the leases of shards that are being closed; None: an own one.
+    """
+
+    def __init__(
+        self, store: Store, settings: Settings, broker: Broker | None = None, *, worker_id: str | None = None
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._broker = broker
+        self._worker_id = worker_id or new_worker_id()
+        self._look_for_stale_at = 0.0
+        self._pauses: dict[str, _Pause] = {}
+
+    def sweep(self) -> JanitorReport:
+        """One round. A job that cannot be closed, or a broker that is down, is told in the report and tried again.
+
+        Raises:
+            StoreError: the store cannot be reached.
+        """
+        report = JanitorReport()
+        report.num_dead = _bury(self._store, self._settings.workers_dir)
+        with self._store.janitor_lock() as granted:
+            report.granted = granted
+            if granted:
+                while expired := self._store.expire_leases():
+                    report.num_expired += expired
+                self._ring_stale(report)
+            self._relay(report)  # those of others, too, while the one janitor is busy with closing
+            if granted:
+                self._close(report)
+                self._end(report)
+        return report
+
+    def run(self, stop: threading.Event) -> None:
+        """Sweep until `stop` is set; a store that is away is waited for."""
+        while not stop.is_set():
+            try:
+                report = self.sweep()
+                if report.did_something:
+                    log.info("%s", report.line())
+            except StoreError as error:
+                log.error("the sweep was broken off: %s", error)
+            stop.wait(EVERY_S * random.uniform(0.7, 1.3))
+
+    def _ring_stale(self, report: JanitorReport) -> None:
+        if self._broker is None or time.monotonic() < self._look_for_stale_at:
+            return
+        after_s = self._settings.ring_after_s
+        self._look_for_stale_at = time.monotonic() + min(RING_EVERY_S, after_s)
+        with _told(report, "the queues", BrokerError):
+            report.num_stale = self._store.ring_stale(self._broker.queue_depths(), after_s=after_s)
+
+    def _relay(self, report: JanitorReport) -> None:
+        if self._broker is not None:
+            with _told(report, "the outbox", BrokerError):
+                report.num_rings = relay(self._store, self._broker)
+
+    def _close(self, report: JanitorReport) -> None:
+        for job_id in self._store.jobs_to_close():
+            left = MAX_CLOSINGS - report.num_closed
+            if left <= 0:
+                return
+            close = partial(self._close_job, job_id, left, report)
+            self._attempt(job_id, "closing", close, report)
+
+    def _close_job(self, job_id: str, limit: int, report: JanitorReport) -> None:
+        model = self._store.job(job_id).spec.model.model
+        report.num_closed += close_due(
+            self._store, self._worker_id, partial(close_part, self._store, model), job_id=job_id, limit=limit
+        )
+
+    def _end(self, report: JanitorReport) -> None:
+        for job_id in self._store.finalizable_jobs(MAX_ENDINGS + len(self._pauses)):
+            self._attempt(job_id, "ending", partial(self._end_job, job_id, report), report)
+
+    def _end_job(self, job_id: str, report: JanitorReport) -> None:
+        if end_job(self._store, job_id, partial(finalize, self._store)):
+            report.ended.append(job_id)
+
+    def _attempt(self, job_id: str, what: str, action: Callable[[], None], report: JanitorReport) -> None:
+        """One job's trouble (its folder is gone, its bucket refuses) is not the next one's."""
+        pause = self._pauses.get(job_id)
+        if pause is not None and time.monotonic() < pause.until:
+            return
+        with _told(report, f"{what} {job_id}", NightmillError):
+            try:
+                action()
+            except NightmillError:
+                self._pauses[job_id] = _Pause.after(pause)
+                raise
+            self._pauses.pop(job_id, None)
 
 
-def finalize_due(store: Store, finalize: Finalize, *, limit: int = 100) -> list[str]:
-    """End every job whose shards are all terminal; returns their ids. Picks up where a crash in here left off."""
-    ended = []
-    for job_id in store.finalizable_jobs(limit):
-        if store.begin_finalize(job_id):
-            finalize(store.job(job_id))
-            store.complete_job(job_id)
-            ended.append(job_id)
-    return ended
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    length_s: float
+    until: float
+
+    @classmethod
+    def after(cls, last: "_Pause | None") -> "_Pause":
+        length_s = _PAUSE_S if last is None else min(2 * last.length_s, _MAX_PAUSE_S)
+        return cls(length_s, time.monotonic() + length_s)
+
+
+@contextmanager
+def _told(report: JanitorReport, what: str, expected: type[NightmillError]) -> Iterator[None]:
+    """What fails here is tried again in a later sweep; a store that is away ends this one."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except expected as error:
+        log.error("%s: %s", what, error)
+        report.troubles.append(f"{what}: {error.message}")

@@ -14,7 +14,7 @@ def relay(store: Store, broker: Broker, *, limit: int = BATCH) -> int:
     Raises:
         BrokerError: the broker takes no messages now. What it has not confirmed is owed still.
     """
-    if not store.num_owed():
+    if not store.owes_rings():
         return 0
     broker.declare()  # connecting may take long: not while rows of the outbox are locked
     total = 0

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from nightmill.broker import Broker
 from nightmill.config import Settings
 from nightmill.errors import BrokerError, ExitCode, StorageError
+from nightmill.janitor import Janitor
 from nightmill.records import Ring
 from nightmill.states import Tier
 from nightmill.store import LEASE_TTL_S, Store
@@ -82,7 +83,7 @@ class FleetWorker:
         self._store = Store(settings.database_url)
         self._broker = _broker(settings)
         self._heartbeat = Heartbeat(self._store, self.worker_id, ttl_s=options.lease_ttl_s)
-        self._janitor = FleetJanitor(self._store, settings, _broker(settings), self.worker_id)
+        self._janitor = FleetJanitor(Janitor(self._store, settings, _broker(settings)))
         self._slots = TierSlots(options.slots)
         self._step_clock = StepClock()
         self._channel_at = time.monotonic()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nightmill.errors import FencedError
+from nightmill.logs import shard_context
 from nightmill.records import ShardLease
 from nightmill_worker.drain import Drain
 from nightmill_worker.heartbeat import Heartbeat
-from nightmill_worker.logs import shard_context
 from nightmill_worker.shard import JobContext, ShardEnd, ShardRun
 from nightmill_worker.supervisor import EngineSupervisor
 

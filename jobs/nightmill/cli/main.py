@@ -28,6 +28,8 @@ COMMANDS = {
     "cancel": "nightmill.cli.cancel:cancel",
     "retry": "nightmill.cli.retry:retry",
     "doctor": "nightmill.cli.doctor:doctor",
+    "migrate": "nightmill.cli.migrate:migrate",
+    "janitor": "nightmill.cli.janitor:janitor",
 }
 # Help lists the commands of the entry-point group without importing them: theirs are the heavy packages.
 WORKER_HELP = {

@@ -1,13 +1,14 @@
 """The end of shards that nobody will compute any more, and of jobs whose shards have all ended. Needs no model."""
 
+from collections.abc import Callable
 from functools import partial
 
+from nightmill.closing import close_due
 from nightmill.errors import RowErrorCode
-from nightmill.janitor import close_due
 from nightmill.output.checkpoint import read_checkpoints
 from nightmill.output.folder import OutputFolder
 from nightmill.output.manifest import finalize_output
-from nightmill.output.part import write_part
+from nightmill.output.part import PartInfo, replace_part, write_part
 from nightmill.output.part_rows import Unanswered
 from nightmill.records import JobInfo, ShardLease, ShardResult
 from nightmill.rows import job_source_schema
@@ -44,7 +45,12 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
     folder = OutputFolder(job.spec.output, job.job_id)
     sources = store.sources(job.job_id)
     durable = read_checkpoints(storage, folder.work, lease.range.index)
-    part = write_part(
+    build: Callable[..., PartInfo]
+    if lease.replaces_etag is None:
+        build = partial(write_part, unanswered=_REASONS[lease.close_as])
+    else:  # a retry that was stopped: rows it had not come to keep the errors they have
+        build = partial(replace_part, etag=lease.replaces_etag)
+    part = build(
         storage,
         folder,
         lease.range,
@@ -54,7 +60,6 @@ def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -
         source_schema=job_source_schema(sources, job.spec, storage=pinned(sources)),
         model=model_name,
         attempt=lease.attempt,
-        unanswered=_REASONS[lease.close_as],
         source_storage=pinned(sources),
     )
     return part.result(rows_resumed=len(durable))

@@ -14,7 +14,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from nightmill.errors import ConfigError, StorageError
+from nightmill.errors import ConfigError, StorageError, StoreError
 
 Result = TypeVar("Result")
 
@@ -106,17 +106,17 @@ def _explain(error: DBAPIError | PoolTimeoutError, to: URL) -> Exception:
     cause = str(getattr(error, "orig", error)).strip()
     url = to.render_as_string(hide_password=True)
     if isinstance(error, DBAPIError) and isinstance(error.orig, sqlite3.Error) and _sqlite_code(error.orig) in _DAMAGED:
-        return StorageError(
+        return StoreError(
             f"the job store {url} is damaged, or no database at all: {cause}",
             hint="move that file away: a new store finds unfinished jobs again by the folders they write to",
         )
     if isinstance(error, OperationalError | PoolTimeoutError | InterfaceError) and to.get_backend_name() != "sqlite":
-        return StorageError(
+        return StoreError(
             f"the job store {url} failed: {cause}",
             hint="check that PostgreSQL runs there and DATABASE_URL is right; the same command again resumes",
         )
     if isinstance(error, OperationalError | PoolTimeoutError):
-        return StorageError(
+        return StoreError(
             f"the job store {url} failed: {cause}",
             hint="check that its disk has room and you may write there; the same command again resumes",
         )

@@ -120,6 +120,11 @@ def _stale(connection: Connection, tier: Tier, after_s: float, limit: int) -> li
     return list(connection.scalars(query.with_for_update(of=shards, skip_locked=True)))
 
 
+def owes(connection: Connection) -> bool:
+    """Whether a ring is owed."""
+    return connection.scalar(select(outbox.c.outbox_id).limit(1)) is not None
+
+
 def count(connection: Connection) -> int:
     """Rings that are owed."""
     return connection.scalars(select(func.count()).select_from(outbox)).one()

@@ -55,6 +55,12 @@ def due_for_closing(connection: Connection, limit: int, job_id: str | None) -> l
     return found
 
 
+def jobs_to_close(connection: Connection, limit: int) -> list[str]:
+    """Jobs that have shards due for closing."""
+    must = or_(*(must_close(reason) for reason in _CLOSINGS))
+    return [job.job_id for job in _jobs_with(connection, must, limit, None)]
+
+
 def _jobs_with(
     connection: Connection, condition: ColumnElement[bool], limit: int, job_id: str | None
 ) -> list[Row[Any]]:

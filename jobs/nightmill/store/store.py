@@ -45,6 +45,10 @@ class Store:
         """Bring the tables up to date; one SELECT when they are. Call it before anything else."""
         migrate.migrate(self._database)
 
+    def revision(self) -> str | None:
+        """The migration the store stands at; None when it is empty."""
+        return self._read(migrate.current_revision)
+
     def close(self) -> None:
         """Close all connections."""
         self._database.close()
@@ -182,6 +186,10 @@ class Store:
         """Shards that nobody may run any more, each with the reason to give to `claim_for_close`."""
         return self._read(lambda c: shards.due_for_closing(c, limit, job_id))
 
+    def jobs_to_close(self, limit: int = 1000) -> list[str]:
+        """Jobs that have shards which `due_for_closing` would name."""
+        return self._read(lambda c: shards.jobs_to_close(c, limit))
+
     def shard_results(self, job_id: str) -> list[CommittedShard]:
         """The terminal shards of a job, in file order."""
         return self._read(lambda c: shards.shard_results(c, job_id))
@@ -249,6 +257,10 @@ class Store:
     def ring_stale(self, depths: Mapping[Tier, int], *, after_s: float = 120.0, limit: int = 1000) -> int:
         """Owe another ring for shards rung a while ago, where the tier's queue is shorter than what waits."""
         return self._write(lambda c: outbox.ring_stale(c, depths, after_s, limit)) if self._rings else 0
+
+    def owes_rings(self) -> bool:
+        """Whether there is anything in the outbox."""
+        return self._read(outbox.owes)
 
     def num_owed(self) -> int:
         """Rings in the outbox."""

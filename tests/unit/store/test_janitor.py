@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from tests.contract.store_jobs import SHARD_ROWS, make_job, make_result
 
-from nightmill.janitor import Sweep, close_due, finalize_due, sweep
+from nightmill.closing import close_due, finalize_due
+from nightmill.janitor import Sweep, sweep
 from nightmill.records import JobInfo, RowCounts, ShardLease, ShardResult
 from nightmill.states import JobStatus, ShardState
 from nightmill.store import Store

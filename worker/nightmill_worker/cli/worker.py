@@ -70,9 +70,9 @@ fleet_options = section(
 def worker(**flags: Any) -> int:
     """Work on the jobs of a fleet: several shards of several jobs and tiers in one engine."""
     settings = Settings.from_env()
+    from nightmill.logs import set_up_logs
     from nightmill_worker.drain import Drain
     from nightmill_worker.fleet_process import SIGNALS, FleetWorker, end_process
-    from nightmill_worker.logs import set_up_logs
 
     drain = Drain(flags["grace"])
     with drain.signals(SIGNALS):
