@@ -1,6 +1,9 @@
-"""A migrated PostgreSQL for the tests of the store: one database for all of them, emptied before each."""
+"""The store on every database it knows. PostgreSQL: one migrated database for all tests, emptied before each."""
 
+import tempfile
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -25,3 +28,29 @@ def postgres_store_url(_migrated_postgres: Store, postgres_server: Postgres) -> 
         postgres_server.start()
     _migrated_postgres._database.write(lambda c: c.execute(text("TRUNCATE jobs RESTART IDENTITY CASCADE")))
     return _migrated_postgres._database.url.render_as_string(hide_password=False)
+
+
+BACKENDS = ("sqlite", "postgres")
+
+
+@cache
+def _migrated_sqlite() -> bytes:
+    """A migrated, empty database: one migration for all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "store.db")
+        store = Store(f"sqlite:///{path}")
+        store.migrate()
+        store.close()
+        return path.read_bytes()
+
+
+@pytest.fixture(params=BACKENDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "sqlite":
+        path = tmp_path / "store.db"
+        path.write_bytes(_migrated_sqlite())
+        store = Store(f"sqlite:///{path}", rings=True)
+    else:
+        store = Store(request.getfixturevalue("postgres_store_url"))
+    yield store
+    store.close()

@@ -17,9 +17,11 @@ from nightmill.records import (
     TokenCounts,
 )
 from nightmill.spec import spec_digest
+from nightmill.states import ShardState
 from nightmill.store import Store
 
 SHARD_ROWS = 10
+PAST = -1.0  # a lease of this many seconds has run out when it begins: no test waits
 
 
 def make_spec(**changes: Any) -> JobSpec:
@@ -57,3 +59,31 @@ def make_result(
         part_etag=etag,
     )
     return replace(result, **changes)
+
+
+def claim_first(store: Store, worker_id: str = "w1", ttl_s: float = 30.0) -> ShardLease:
+    lease = store.claim(store.available_shards(1)[0], worker_id, ttl_s)
+    assert lease is not None
+    return lease
+
+
+def commit_all(store: Store, job_id: str) -> None:
+    while ids := store.available_shards(100, job_id):
+        for shard_id in ids:
+            lease = store.claim(shard_id, "w1")
+            assert lease is not None
+            store.commit_shard(lease, make_result(lease))
+
+
+def close_all(store: Store, job_id: str, reason: ShardState) -> int:
+    due = store.due_for_closing(100, job_id)
+    for shard_id, why in due:
+        assert why is reason
+        lease = store.claim_for_close(shard_id, why, "closer")
+        assert lease is not None
+        store.commit_shard(lease, make_result(lease, cancelled=SHARD_ROWS))
+    return len(due)
+
+
+def states(store: Store, job_id: str) -> dict[ShardState, int]:
+    return store.job(job_id).num_shards_by_state

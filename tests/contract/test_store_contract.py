@@ -1,15 +1,21 @@
-"""What every database behind `Store` must do. A new one is one more entry of BACKENDS."""
+"""What every database behind `Store` must do; the `store` fixture is one after the other."""
 
-import tempfile
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import cache
-from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, text, update
 from sqlalchemy.exc import IntegrityError
-from tests.contract.store_jobs import SHARD_ROWS, make_job, make_ranges, make_result, make_spec
+from tests.contract.store_jobs import (
+    PAST,
+    claim_first,
+    close_all,
+    commit_all,
+    make_job,
+    make_ranges,
+    make_result,
+    make_spec,
+    states,
+)
 
 from nightmill.errors import FencedError, JobStateError, NotFoundError
 from nightmill.records import (
@@ -26,62 +32,6 @@ from nightmill.sampling import SamplingParams
 from nightmill.schema import outbox, shards
 from nightmill.states import JobStatus, ShardState, Tier
 from nightmill.store import Store, leases
-
-PAST = -1.0  # a lease of this many seconds has run out when it begins: no test waits
-
-BACKENDS = ("sqlite", "postgres")
-
-
-@cache
-def _migrated_sqlite() -> bytes:
-    """A migrated, empty database: one migration for all tests."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "store.db")
-        store = Store(f"sqlite:///{path}")
-        store.migrate()
-        store.close()
-        return path.read_bytes()
-
-
-@pytest.fixture(params=BACKENDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "sqlite":
-        path = tmp_path / "store.db"
-        path.write_bytes(_migrated_sqlite())
-        store = Store(f"sqlite:///{path}", rings=True)
-    else:
-        store = Store(request.getfixturevalue("postgres_store_url"))
-    yield store
-    store.close()
-
-
-def claim_first(store: Store, worker_id: str = "w1", ttl_s: float = 30.0) -> ShardLease:
-    lease = store.claim(store.available_shards(1)[0], worker_id, ttl_s)
-    assert lease is not None
-    return lease
-
-
-def commit_all(store: Store, job_id: str) -> None:
-    while ids := store.available_shards(100, job_id):
-        for shard_id in ids:
-            lease = store.claim(shard_id, "w1")
-            assert lease is not None
-            store.commit_shard(lease, make_result(lease))
-
-
-def close_all(store: Store, job_id: str, reason: ShardState) -> int:
-    due = store.due_for_closing(100, job_id)
-    for shard_id, why in due:
-        assert why is reason
-        lease = store.claim_for_close(shard_id, why, "closer")
-        assert lease is not None
-        store.commit_shard(lease, make_result(lease, cancelled=SHARD_ROWS))
-    return len(due)
-
-
-def states(store: Store, job_id: str) -> dict[ShardState, int]:
-    return store.job(job_id).num_shards_by_state
-
 
 # Creating and reading
 

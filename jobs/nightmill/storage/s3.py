@@ -112,11 +112,12 @@ class S3Storage:
     def _pages(self, folder: str, operation: str, field_name: str, bucket: str, prefix: str) -> Iterator[Any]:
         """Entries of all pages; each page is a request that may be tried again on its own."""
         marks: dict[str, str] = {}
+        limit = {"MaxKeys" if operation == "list_objects_v2" else "MaxUploads": self.settings.page_keys}
         while True:
             page = self.connection.call(
                 "list",
                 folder,
-                lambda client: getattr(client, operation)(Bucket=bucket, Prefix=prefix, **marks),  # noqa: B023
+                lambda client: getattr(client, operation)(Bucket=bucket, Prefix=prefix, **limit, **marks),  # noqa: B023
             )
             yield from page.get(field_name, ())
             if not page.get("IsTruncated"):

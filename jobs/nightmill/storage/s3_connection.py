@@ -119,7 +119,7 @@ def forget_client(settings: S3Settings, client: Any) -> None:
     """Have the next request look for credentials anew: botocore reads some of their sources once only."""
     with _lock:
         if _clients.get(settings) is client:
-            del _clients[settings]
+            _clients.pop(settings, None)
 
 
 def client_config(settings: S3Settings, **more: Any) -> Any:

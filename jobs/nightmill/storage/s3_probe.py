@@ -10,12 +10,15 @@ from typing import Any
 from nightmill.storage.location import bucket_and_key
 from nightmill.storage.s3_connection import S3Connection
 from nightmill.storage.s3_errors import S3Error
+from nightmill.storage.s3_reader import plain_etag
 from nightmill.storage.s3_settings import S3Settings
 
 RACERS = 8
 _ROUNDS = 2
 PROBE_NAME = "probe-"
 _HIDDEN = "_nightmill"
+QUOTED, PLAIN = '"{}"', "{}"  # as HTTP has it; as Ceph compares it, up to 16 at least
+_NO_ETAG = "0123456789abcdef0123456789abcdef"
 
 _lock = threading.Lock()
 _known: dict[tuple[S3Settings, str], "Conditions"] = {}
@@ -26,7 +29,7 @@ class Conditions:
     """What a bucket's store keeps."""
 
     create: bool  # If-None-Match: *, also when several write at once
-    replace: bool  # If-Match
+    replace: str | None  # If-Match: the form in which it wants an etag; None: not kept
 
 
 def conditions_below(connection: S3Connection, uri: str) -> Conditions:
@@ -40,7 +43,7 @@ def conditions_below(connection: S3Connection, uri: str) -> Conditions:
     settings = connection.settings
     if settings.conditional_writes != "auto" or settings.endpoint_url is None:
         keeps = settings.conditional_writes != "no"
-        return Conditions(create=keeps, replace=keeps)
+        return Conditions(create=keeps, replace=QUOTED if keeps else None)
     bucket, key = bucket_and_key(uri)
     with _lock:
         if (settings, bucket) not in _known:
@@ -63,15 +66,21 @@ class _Probe:
     def run(self) -> Conditions:
         keys = [self._key, *(f"{self._key}-{number}" for number in range(_ROUNDS))]
         try:
-            self._put(keys[0], {})  # whether we may write at all is not what is asked
-            create = self._is_refused(keys[0], {"IfNoneMatch": "*"})
-            replace = self._is_refused(keys[0], {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
-            create = create and all(self._one_wins(key) for key in keys[1:])
-            return Conditions(create=create, replace=replace)
+            etag = plain_etag(self._put(keys[0], {})["ETag"])  # whether we may write at all is not what is asked
+            create = self._is_refused(keys[0], {"IfNoneMatch": "*"}) and all(map(self._one_wins, keys[1:]))
+            return Conditions(create=create, replace=self._match_form(keys[0], etag))
         finally:
             for key in keys:
                 with contextlib.suppress(S3Error):  # what is left, a sweep finds; what went wrong before is the news
                     self._call("clean", lambda client, key=key: client.delete_object(Bucket=self._bucket, Key=key))
+
+    def _match_form(self, key: str, etag: str) -> str | None:
+        for form in (QUOTED, PLAIN):
+            if not self._is_refused(key, {"IfMatch": form.format(_NO_ETAG)}):
+                return None
+            if not self._is_refused(key, {"IfMatch": form.format(etag)}):
+                return form
+        return None
 
     def _one_wins(self, key: str) -> bool:
         """Some stores keep the condition only while nobody else writes."""
@@ -97,8 +106,8 @@ class _Probe:
             raise
         return False
 
-    def _put(self, key: str, condition: dict[str, str], body: str = "") -> None:
-        self._call(
+    def _put(self, key: str, condition: dict[str, str], body: str = "") -> Any:
+        return self._call(
             "write", lambda client: client.put_object(Bucket=self._bucket, Key=key, Body=body.encode(), **condition)
         )
 

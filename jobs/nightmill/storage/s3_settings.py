@@ -31,6 +31,7 @@ class S3Settings:
     max_connections: int = 64
     max_put_bytes: int = 5 * GIB  # S3's limit for one PUT; above it an object goes up in pieces
     piece_bytes: int = GIB // 16
+    page_keys: int = 1000  # of a listing; S3's limit
 
     @property
     def path_style(self) -> bool:
