@@ -119,7 +119,7 @@ class FleetBench:
     ) -> JobInfo:
         """Write an input, submit a job into an output of the same name, ring for it."""
         spec = JobSpec(
-            inputs=(self.write(name, rows),),
+            inputs=(self.write(name, rows, row_group_size=min(shard_rows, 100)),),
             output=f"{self.prefix}/{name}-out",
             model=ModelSpec(model=model),
             sampling=SamplingParams(max_tokens=max_tokens),

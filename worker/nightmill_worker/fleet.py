@@ -221,12 +221,13 @@ class Fleet:
         with self._claiming:
             if self.active_jobs:
                 return
-            spec = self._host.wanted
             try:
                 self._host.switch()
             except NightmillError as error:
-                log.error("%s cannot be loaded: %s", spec.model if spec else "the model", error)
-                raise
+                if self._host.serves_one:
+                    raise
+                log.error("a model cannot be loaded, and jobs of it will fail: %s", error)
+            self._look_at = 0.0
 
     def _has_place(self) -> bool:
         serving = self._host.serving

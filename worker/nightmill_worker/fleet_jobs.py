@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from nightmill.errors import EngineError, FencedError, StorageError, ValidationError
+from nightmill.errors import EngineError, FencedError, StorageError, StoreError, ValidationError
 from nightmill.records import JobInfo
 from nightmill.store import Store
 from nightmill_worker.engine_session import EngineSession
@@ -93,8 +93,8 @@ class JobPauses:
         self._failing: dict[str, tuple[float, int, float]] = {}  # job → since, failures in a row, paused until
 
     def charges(self, job_id: str, error: BaseException) -> bool:
-        """Whether a failed attempt uses up its shard's budget: an object store that is away is nobody's fault."""
-        if isinstance(error, EngineError | FencedError) or not isinstance(error, Exception):
+        """Whether a failed attempt uses up its shard's budget: a store that is away is nobody's fault."""
+        if isinstance(error, EngineError | FencedError | StoreError) or not isinstance(error, Exception):
             return False
         if isinstance(error, StorageError):
             with self._lock:

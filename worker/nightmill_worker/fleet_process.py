@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from nightmill.broker import Broker
 from nightmill.config import Settings
-from nightmill.errors import BrokerError, ExitCode, StorageError
+from nightmill.errors import BrokerError, ExitCode, StoreError
 from nightmill.janitor import Janitor
 from nightmill.records import Ring
 from nightmill.states import Tier
@@ -225,7 +225,7 @@ class FleetWorker:
             try:
                 self._store.migrate()
                 return
-            except StorageError as error:
+            except StoreError as error:
                 log.warning("waiting for the store: %s", error)
                 self._drain.wait(random.uniform(1.0, 3.0))
 

@@ -60,6 +60,11 @@ class ModelHost:
         """Whether this worker may ever serve it."""
         return self._only is None or spec.model == self._only
 
+    @property
+    def serves_one(self) -> bool:
+        """Whether it was told which model to serve."""
+        return self._only is not None
+
     def refusal(self, spec: ModelSpec) -> NightmillError | None:
         """Why it could not be loaded; None when it could, or was not tried."""
         return self._refused.get(spec)

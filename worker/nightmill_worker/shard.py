@@ -14,7 +14,7 @@ from itertools import islice
 
 import pyarrow as pa
 
-from nightmill.errors import RowErrorCode, StorageError
+from nightmill.errors import RowErrorCode, StoreError
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
@@ -154,7 +154,7 @@ class ShardRun:
         while True:
             try:
                 return self._context.store.commit_shard(self.lease, result)
-            except StorageError as error:
+            except StoreError as error:
                 if not self._context.retries_commit or self._lost or self._drain.at_once:
                     raise
                 log.warning("the commit will be tried again: %s", error)
