@@ -613,3 +613,59 @@ def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
     with pytest.raises(IntegrityError):
         store.create_job("job-1", make_spec(), "digest", JobOptions(), [source], twice)
     assert store.jobs() == []
+
+
+# What a fleet asks
+
+
+def test_available_shards_can_be_limited_to_a_tier(store: Store) -> None:
+    for tier in Tier:
+        make_job(store, 2, tier=tier)
+    everything = store.available_shards(100)
+    by_tier = [store.available_shards(100, tier=tier) for tier in (Tier.HIGH, Tier.NORMAL, Tier.LOW)]
+    assert [len(ids) for ids in by_tier] == [2, 2, 2]
+    assert [shard_id for ids in by_tier for shard_id in ids] == everything
+    assert store.available_shards(3) == everything[:3]
+
+
+def test_a_shard_without_budget_does_not_hide_those_behind_it(store: Store) -> None:
+    job_id = make_job(store, 3, max_failures=1).job_id
+    first = claim_first(store)
+    store.release(first, failed=True, progressed=False)
+    ids = store.available_shards(1, job_id)
+    assert len(ids) == 1
+    assert ids[0] != first.shard_id
+    assert store.jobs_to_close() == [job_id]
+
+
+def test_a_closer_keeps_its_lease_without_touching_what_is_shown(store: Store) -> None:
+    job_id = make_job(store, 1).job_id
+    lease = claim_first(store, ttl_s=PAST)
+    store.heartbeat("w1", {lease.shard_id: ShardProgress(attempt=1, rows_completed=4, rows_running=2)}, PAST)
+    before = store.job(job_id)
+    assert store.renew(lease)
+    assert store.expire_leases() == 0
+    assert store.job(job_id) == before
+    store.release(lease, failed=False, progressed=False)
+    assert not store.renew(lease)
+
+
+def test_leases_are_taken_back_in_bounded_bites(store: Store) -> None:
+    make_job(store, 5)
+    for _ in range(5):
+        claim_first(store, ttl_s=PAST)
+    assert [store.expire_leases(limit=2) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_numbers_beyond_32_bits_arrive(store: Store) -> None:
+    job_id = make_job(store, 1).job_id
+    lease = claim_first(store)
+    tokens = TokenCounts(prompt=2**40, completion=2**33, cached=2**31)
+    store.heartbeat("w1", {lease.shard_id: ShardProgress(attempt=1, tokens=tokens)})
+    assert store.job(job_id).tokens == tokens
+
+
+def test_the_lock_of_the_janitor_can_be_had_again(store: Store) -> None:
+    for _ in range(3):
+        with store.janitor_lock() as granted:
+            assert granted

@@ -122,7 +122,14 @@ class Store:
 
     def abandon_job(self, job_id: str, error_code: str, error_message: str) -> JobInfo:
         """End a job at once, its shards left open: its output belongs to another job now."""
-        return self._write(lambda c: jobs.abandon(c, job_id, error_code, error_message))
+
+        def abandon(connection: Connection) -> JobInfo:
+            info = jobs.abandon(connection, job_id, error_code, error_message)
+            if self._rings:
+                outbox.forget(connection, job_id)
+            return info
+
+        return self._write(abandon)
 
     def finalizable_jobs(self, limit: int = 100) -> list[str]:
         """Jobs whose shards are all terminal and that have not ended."""

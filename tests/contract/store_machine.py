@@ -1,11 +1,8 @@
 """Random histories of workers, deaths, closers and cancels against a model of a few lines."""
 
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as HypothesisBundle
 from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
@@ -13,7 +10,7 @@ from tests.contract.store_jobs import SHARD_ROWS, make_job, make_result
 
 from nightmill.errors import FencedError, JobStateError
 from nightmill.records import ShardLease, ShardProgress
-from nightmill.states import JOB_MOVES, SHARD_MOVES, TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState
+from nightmill.states import JOB_MOVES, TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState
 from nightmill.store import Store
 
 WORKERS = ("w1", "w2")
@@ -31,7 +28,8 @@ class ModelShard:
     owner: str | None = None
     out_of_time: bool = False
     etag: str | None = None
-    counts: tuple[int, int, int] = (0, 0, 0)
+    generation: int = 0
+    counts: tuple[int, int, int] = (0, 0, 0)  # rows completed, failed, cancelled
 
     def take_back(self, *, charge: bool) -> None:
         if self.durable > self.durable_at_claim:
@@ -46,6 +44,7 @@ class ModelJob:
     max_failures: int
     status: JobStatus = JobStatus.QUEUED
     failing: bool = False
+    generation: int = 0
     shards: dict[int, ModelShard] = field(default_factory=dict)
 
     @property
@@ -65,7 +64,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = _shared_store()
+        self.store = self.open_store()
+
+    def open_store(self) -> Store:
+        """One for all examples: each makes its own job."""
+        raise NotImplementedError
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -89,6 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         shard.owner, shard.out_of_time = lease.worker_id, ttl_s < 0
         shard.durable_at_claim = shard.durable
         assert (lease.attempt, lease.num_failures) == (shard.attempt, shard.num_failures)
+        assert (lease.generation, lease.replaces_etag) == (shard.generation, shard.etag)
         if self.job.status is JobStatus.QUEUED:
             self.job.status = JobStatus.IN_PROGRESS
 
@@ -211,11 +215,30 @@ class StoreMachine(RuleBasedStateMachine):
         self.job.failing = False
         assert self.store.complete_job(self.job_id).status is self.job.status
 
+    @rule()
+    def retry(self) -> None:
+        if self.job.status not in TERMINAL_JOB:
+            with pytest.raises(JobStateError):
+                self.store.reset_failed_rows(self.job_id)
+            return
+        again = [shard for shard in self.job.shards.values() if shard.counts[1] + shard.counts[2]]
+        assert self.store.reset_failed_rows(self.job_id) == len(again)
+        if not again:
+            return
+        self.job.generation += 1
+        self.job.status = JobStatus.QUEUED
+        for shard in self.job.shards.values():
+            shard.state = ShardState.COMMITTED
+        for shard in again:
+            shard.state, shard.generation, shard.num_failures = ShardState.AVAILABLE, self.job.generation, 0
+            shard.counts = (shard.counts[0], 0, 0)
+            shard.durable = shard.durable_at_claim = shard.counts[0]
+
     @invariant()
     def the_store_agrees(self) -> None:
         info = self.store.job(self.job_id)
         shards = self.job.shards.values()
-        assert info.status is self.job.status
+        assert (info.status, info.generation) == (self.job.status, self.job.generation)
         states = [shard.state for shard in shards]
         assert info.num_shards_by_state == {state: states.count(state) for state in set(states)}
         completed, failed, cancelled = (sum(column) for column in zip(*(s.counts for s in shards), strict=True))
@@ -230,41 +253,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.available_shards(100, self.job_id) == runnable
         assert self.store.stop_requested([self.job_id]) == (frozenset() if self.job.may_run else {self.job_id})
         etags = [shard.result.part_etag for shard in self.store.shard_results(self.job_id)]
-        assert etags == [shard.etag for shard in shards if shard.etag is not None]
+        assert etags == [shard.etag for shard in shards if shard.state in TERMINAL_SHARD]
 
     def teardown(self) -> None:
         # The next example shares the database: leave no lease for its workers to lose.
         self.store.release_dead(WORKERS)
-
-
-_stores: list[tuple[tempfile.TemporaryDirectory[str], Store]] = []
-
-
-def _shared_store() -> Store:
-    if not _stores:
-        folder = tempfile.TemporaryDirectory()
-        store = Store(f"sqlite:///{Path(folder.name, 'store.db')}")
-        store.migrate()
-        _stores.append((folder, store))
-    return _stores[0][1]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _close_shared_store() -> object:
-    yield
-    while _stores:
-        folder, store = _stores.pop()
-        store.close()
-        folder.cleanup()
-
-
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-
-
-def test_every_move_from_an_open_to_a_terminal_state_goes_through_a_lease() -> None:
-    for state, moves in SHARD_MOVES.items():
-        if moves & TERMINAL_SHARD and state not in TERMINAL_SHARD:
-            assert state is ShardState.LEASED
