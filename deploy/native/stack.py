@@ -71,7 +71,8 @@ class Stack:
         self._up("PostgreSQL", server)
         if "nightmill" not in server.databases():
             server.create_database("nightmill")
-        self.env["DATABASE_URL"] = server.url("nightmill")
+        # Without the driver, so that psql and others take it, too.
+        self.env["DATABASE_URL"] = server.url("nightmill").replace("+psycopg", "")
 
     def _start_rabbitmq(self) -> None:
         server = Rabbitmq(self._state.data / "rabbitmq", port=self._state.port("rabbitmq"), outlive=True)
