@@ -40,6 +40,7 @@ class Script:
     refused_models: tuple[str, ...] = ()  # cannot be loaded
     deaths_dir: Path | None = None  # a file for every sprung trap
     max_deaths: int | None = None  # no trap springs after so many (needs deaths_dir)
+    journal: Path | None = None  # of every step a line: monotonic seconds at its begin, sequences, those at their first
 
     @classmethod
     def parse(cls, text: str) -> "Script":
@@ -54,8 +55,9 @@ class Script:
                 raise ValueError(f"unknown fields {sorted(unknown)}")
             raw["traps"] = {int(token): str(what) for token, what in raw.get("traps", {}).items()}
             raw["refused_models"] = tuple(raw.get("refused_models", ()))
-            if raw.get("deaths_dir"):
-                raw["deaths_dir"] = Path(raw["deaths_dir"])
+            for name in ("deaths_dir", "journal"):
+                if raw.get(name):
+                    raw[name] = Path(raw[name])
             if wrong := set(raw["traps"].values()) - set(ACTIONS):
                 raise ValueError(f"unknown actions {sorted(wrong)}")
             return cls(**raw)
@@ -77,9 +79,13 @@ class ScriptedRunner:
         self.pool = PoolShape(num_pages=script.num_pages, page_size=script.page_size, bytes_per_token=64)
         self.vocab_size = script.vocab_size
         self.max_model_len = script.max_model_len
+        self._journal = script.journal.open("a", buffering=1) if script.journal is not None else None
 
     def run(self, plan: StepPlan) -> StepOutput:
         """See Runner."""
+        if self._journal is not None:
+            fresh = int((plan.context_lens == np.diff(plan.query_starts)).sum())
+            self._journal.write(f"{time.monotonic():.6f} {plan.num_sequences} {fresh}\n")
         wait_s = self._script.step_s + self._script.token_s * plan.num_tokens
         if wait_s:
             time.sleep(wait_s)
@@ -91,6 +97,8 @@ class ScriptedRunner:
 
     def close(self) -> None:
         """See Runner."""
+        if self._journal is not None:
+            self._journal.close()
 
     def _spring(self, action: str) -> None:
         deaths = self._script.deaths_dir
