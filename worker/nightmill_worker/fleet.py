@@ -21,6 +21,7 @@ from nightmill.records import JobInfo, ModelSpec
 from nightmill.states import Tier
 from nightmill.store import Store
 from nightmill_worker.drain import Drain
+from nightmill_worker.error_budget import ErrorBudget
 from nightmill_worker.fleet_jobs import JobBook, JobPauses
 from nightmill_worker.model_host import ModelHost, Serving
 from nightmill_worker.shard import ShardEnd
@@ -74,6 +75,7 @@ class Fleet:
         self._slice_s = slice_s
         self._on_commit = on_commit
         self._book = JobBook(store)
+        self._budget = ErrorBudget(store, self._book)
         self._claiming = threading.Lock()
         self._bells: set[int] = set()  # shards whose bell is being answered
         self._bells_lock = threading.Lock()
@@ -169,6 +171,7 @@ class Fleet:
         """
         self.turned_at = time.monotonic()
         self._judge()
+        self._look_at_budgets()
         if self._host.wanted is not None and not self.active_jobs:
             self._switch()
         if self._has_place() and time.monotonic() >= self._look_at:
@@ -198,6 +201,12 @@ class Fleet:
         serving = self._host.serving
         for ended in serving.crew.gather() if serving is not None else ():
             self._judge_one(ended)
+
+    def _look_at_budgets(self) -> None:
+        try:
+            self._budget.look(self.active_jobs)
+        except (StorageError, NotFoundError) as error:
+            log.warning("counting failed rows: %s", error)
 
     def _judge_one(self, ended: EndedShard) -> None:
         lease, failure = ended.run.lease, ended.failure

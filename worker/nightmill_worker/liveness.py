@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Watch:
         state: Callable[[], dict[str, Any]],
         limits: Limits,
         *,
-        die: Callable[[int], NoReturn] = os._exit,
+        die: Callable[[int], object] = os._exit,
     ) -> None:
         self._look = look
         self._broker_is_up = broker_is_up
@@ -107,3 +107,4 @@ class Watch:
                 log.critical("stuck: %s; state: %s", reason, json.dumps(self._state(), default=str))
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 self._die(EXIT_STUCK)
+                return  # only where dying was replaced
