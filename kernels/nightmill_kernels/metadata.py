@@ -1,6 +1,6 @@
 """Where each sequence's tokens and pages are: what one step tells every attention layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -35,3 +35,19 @@ class AttentionMetadata:
     def num_sequences(self) -> int:
         """S."""
         return self.context_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawRows:
+    """How each of R rows of logits draws its token: 1-D tensors, contiguous."""
+
+    temperature: Tensor  # float32, 0 = greedy
+    min_p: Tensor  # float32, 0 = all
+    top_k: Tensor  # int32, 0 = all
+    top_p: Tensor  # float32, 1 = all
+    seed: Tensor  # int64: the bits of an unsigned seed
+    position: Tensor  # int64: index in the sequence of the token being drawn
+
+    def at(self, index: Tensor) -> "DrawRows":
+        """A subset of the rows."""
+        return DrawRows(**{field.name: getattr(self, field.name)[index] for field in fields(self)})

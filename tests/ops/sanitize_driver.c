@@ -187,6 +187,28 @@ static void rows(int dtype) {
   expect(nm_argmax(logits, ids, count, vocab, vocab, dtype, 3), "nm_argmax");
 }
 
+static void draws(int dtype) {
+  const int64_t count = random_below(6), vocab = between(1, 900), gap = random_below(4);
+  void *logits = numbers(count ? (count - 1) * (vocab + gap) + vocab : 0, dtype, random_below(8) == 0);
+  const size_t n = (size_t)count;
+  float *temperature = give(4 * n), *min_p = give(4 * n), *top_p = give(4 * n);
+  int32_t *top_k = give(4 * n), *out = give(4 * n);
+  int64_t *seed = give(8 * n), *position = give(8 * n);
+  for (int64_t r = 0; r < count; r++) {
+    temperature[r] = (float)random_below(4) * 0.5f;
+    min_p[r] = random_below(2) ? 0.0f : (float)random_below(1001) / 1000.0f;
+    top_p[r] = random_below(2) ? 1.0f : (float)random_below(1001) / 1000.0f;
+    top_k[r] = random_below(2) ? 0 : (int32_t)random_below((uint32_t)vocab + 3);
+    seed[r] = (int64_t)random_below(UINT32_MAX) << 32;
+    position[r] = random_below(UINT32_MAX);
+  }
+  struct nm_draw call = {logits, out, temperature, min_p, top_k, top_p, seed, position, count, vocab, vocab + gap,
+                         dtype, (int32_t)between(1, 4)};
+  expect(nm_draw(&call), "nm_draw");
+  for (int64_t r = 0; r < count; r++)
+    if (out[r] < -1 || out[r] >= vocab) expect(-1, "a token outside the vocabulary");
+}
+
 int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100;
   nm_set_parallel(team);
@@ -199,6 +221,8 @@ int main(int argc, char **argv) {
     rope(dtype);
     take_back();
     rows(dtype);
+    take_back();
+    draws(dtype);
     take_back();
   }
   return 0;

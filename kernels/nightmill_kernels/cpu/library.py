@@ -6,7 +6,7 @@ import torch
 
 from nightmill_kernels.cpu import loader, openmp
 
-ABI = 2
+ABI = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -106,6 +106,26 @@ class RopeCall(Structure):
     )
 
 
+class DrawCall(Structure):
+    """struct nm_draw."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("out", c_void_p),
+        ("temperature", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("seed", c_void_p),
+        ("position", c_void_p),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("stride", c_int64),
+        ("dtype", c_int32),
+        ("threads", c_int32),
+    )
+
+
 class Library:
     """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
 
@@ -120,6 +140,7 @@ class Library:
             ("nm_rope_store", [POINTER(RopeCall)]),
             ("nm_gated_mul", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_int]),
             ("nm_argmax", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int]),
+            ("nm_draw", [POINTER(DrawCall)]),
         ):
             getattr(self._c, name).argtypes = arguments
         if self._c.nm_abi() != ABI:
@@ -154,6 +175,10 @@ class Library:
         stride, dtype = logits.stride(0), DTYPES[logits.dtype]
         threads = torch.get_num_threads()
         _done("argmax", self._c.nm_argmax(logits.data_ptr(), out.data_ptr(), rows, vocab, stride, dtype, threads))
+
+    def draw(self, call: DrawCall) -> bool:
+        """False when the library does not take this shape."""
+        return _done("draw", self._c.nm_draw(byref(call)))
 
 
 def _done(name: str, status: int) -> bool:

@@ -4,13 +4,13 @@
 // exception: where the processor multiplies bf16 directly, attention rounds its weights to bf16 before the second
 // product.) Each output row is summed in an order that depends on that row alone, so a result never depends on the
 // other rows of a call, on the number of threads or on how work was split among them. Different instruction sets differ
-// in the last bits.
+// in the last bits, except for nm_argmax and nm_draw, which do not differ at all.
 #ifndef NIGHTMILL_H
 #define NIGHTMILL_H
 
 #include <stdint.h>
 
-#define NM_ABI 2
+#define NM_ABI 3
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -85,6 +85,21 @@ NM_EXPORT int nm_gated_mul(const void *gate_up, void *out, int64_t rows, int64_t
 
 NM_EXPORT int nm_argmax(const void *logits, int32_t *out, int64_t rows, int64_t vocab, int64_t stride, int dtype,
                         int threads);
+
+enum { NM_MAX_VOCAB = 1 << 20 };
+struct nm_draw {
+  const void *logits;        // [rows, vocab], stride elements between rows
+  int32_t *out;              // [rows]; -1: no finite largest logit
+  const float *temperature;  // [rows] 0: greedy
+  const float *min_p;        // [rows] 0: all
+  const int32_t *top_k;      // [rows] 0: all
+  const float *top_p;        // [rows] 1: all
+  const int64_t *seed;       // [rows] the bits of an unsigned number
+  const int64_t *position;   // [rows]
+  int64_t rows, vocab, stride;
+  int32_t dtype, threads;
+};
+NM_EXPORT int nm_draw(const struct nm_draw *call);
 
 // Internal: parallel.c
 // Calls body(first, last, data) over [0, count) in pieces of at most `grain`, on up to `threads` threads.

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nightmill_kernels.argmax import argmax
+from nightmill_kernels.draw import DrawRows, draw
 from nightmill_worker.engine.request import TokenLogprobs
 from nightmill_worker.engine.step import SampleBatch, StepOutput
-from nightmill_worker.model.draw import RandomRows, draw
 
 GREEDY_BELOW = 1e-5
 """A temperature below it takes the highest logit, ties to the lowest token id."""
@@ -36,8 +36,8 @@ def sample(logits: Tensor, batch: SampleBatch) -> StepOutput:
         Tokens, the logprobs that were asked for, and the rows whose logits allow no draw (their token is 0).
     """
     num_rows, vocab_size = logits.shape
-    if not (batch.any_random or batch.banned or batch.history or (batch.num_logprobs >= 0).any()):
-        return _greedy(logits, batch)
+    if not (batch.banned or batch.history or (batch.num_logprobs >= 0).any()):
+        return _draw(logits, batch)
     output = StepOutput(tokens=np.empty(num_rows, np.int32))
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
     for start in range(0, num_rows, step):
@@ -62,23 +62,30 @@ def _rows(batch: SampleBatch, start: int, stop: int) -> SampleBatch:
 def _sample_chunk(logits: Tensor, batch: SampleBatch) -> StepOutput:
     _ban(logits, batch)
     _penalise(logits, batch)
-    output = _greedy(logits, batch)
-    is_drawable = np.ones(len(output.tokens), dtype=bool)
-    is_drawable[list(output.failed)] = False
-    rows = np.flatnonzero((batch.temperature >= GREEDY_BELOW) & is_drawable)
-    if rows.size:
-        random_logits = logits if rows.size == len(logits) else logits[torch.from_numpy(rows)]
-        output.tokens[rows] = draw(random_logits, RandomRows.of(batch, rows, logits.device)).cpu().numpy()
-    asked = np.flatnonzero((batch.num_logprobs >= 0) & is_drawable)
+    output = _draw(logits, batch)
+    is_drawn = np.ones(len(output.tokens), dtype=bool)
+    is_drawn[list(output.failed)] = False
+    asked = np.flatnonzero((batch.num_logprobs >= 0) & is_drawn)
     output.logprobs.update(_logprobs(logits, output.tokens, batch, asked))
     return output
 
 
-def _greedy(logits: Tensor, batch: SampleBatch) -> StepOutput:
-    tokens: NDArray[np.int32] = argmax(logits).cpu().numpy()
+def _draw(logits: Tensor, batch: SampleBatch) -> StepOutput:
+    drawn = draw(logits, _draw_rows(batch, logits.device)) if batch.any_random else argmax(logits)
+    tokens: NDArray[np.int32] = drawn.cpu().numpy()
     failed = {int(row): _reason(logits[row], int(row), batch) for row in np.flatnonzero(tokens < 0)}
     tokens[tokens < 0] = 0
     return StepOutput(tokens=tokens, failed=failed)
+
+
+def _draw_rows(batch: SampleBatch, device: torch.device) -> DrawRows:
+    temperature = np.where(batch.temperature < GREEDY_BELOW, np.float32(0), batch.temperature)
+    values = (temperature, batch.min_p, batch.top_k, batch.top_p, batch.seed.view(np.int64), batch.position)
+    # Copies: the batch may be views of buffers that are not to be written to, which torch warns about.
+    temperature_, min_p, top_k, top_p, seed, position = (torch.from_numpy(v.copy()).to(device) for v in values)
+    return DrawRows(
+        temperature=temperature_, min_p=min_p, top_k=top_k, top_p=top_p, seed=seed, position=position.long()
+    )
 
 
 def _reason(logits: Tensor, row: int, batch: SampleBatch) -> str:

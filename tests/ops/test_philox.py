@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.model.reference_sampler import gumbel, philox_4x32_10
 
-from nightmill_worker.model.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel_at, gumbel_row, philox
+from nightmill_kernels.reference.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel_at, gumbel_row, philox
 
 # kat_vectors of the Random123 distribution: counter, key, result.
 KNOWN = [

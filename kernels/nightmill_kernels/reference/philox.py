@@ -8,6 +8,8 @@ Words are unsigned 32-bit values held in int64 tensors: torch has no full unsign
 import torch
 from torch import Tensor
 
+from nightmill_kernels.reference import elementary
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -70,4 +72,7 @@ def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
 def _gumbel(words: Tensor) -> Tensor:
     """−log(−log(1 − w)) for w uniform in (0, 1): precise in the upper tail, which decides the draw."""
     survival = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=_MAX_SURVIVAL)
-    return torch.log1p(survival.neg_()).neg_().log_().neg_()
+    # 1 − w is rounded; what that leaves out is added to its logarithm.
+    rest = 1.0 - survival
+    left_out = survival.neg_() - (rest - 1.0)
+    return elementary.log((elementary.log(rest) + left_out.div_(rest)).neg_()).neg_()
