@@ -101,8 +101,11 @@ def test_nothing_failed_nothing_happens(store: Store) -> None:
 
 def test_a_reset_whose_answer_was_lost_gives_the_same_answer(store: Store) -> None:
     job_id = ended_job(store, 1, 0, 1)
-    for _ in range(2):
-        assert store._database.write(lambda c: retry.reset_failed_rows(c, job_id, 1)) == 2
+    first = store._database.write(lambda c: retry.reset_failed_rows(c, job_id, 1))
+    assert first is not None
+    assert len(first) == 2
+    assert store._database.write(lambda c: retry.reset_failed_rows(c, job_id, 1)) is None
+    assert store._database.read(lambda c: retry.num_reopened(c, job_id, 1)) == 2
     assert store.job(job_id).generation == 1
 
 

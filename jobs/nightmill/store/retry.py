@@ -27,31 +27,32 @@ _reopened: dict[str, Any] = {
 }
 
 
-def reset_failed_rows(connection: Connection, job_id: str, generation: int) -> int:
-    """Open the job's next generation; returns the number of shards that have rows to run again.
+def reset_failed_rows(connection: Connection, job_id: str, generation: int) -> list[int] | None:
+    """Open the job's next generation; returns the shards that have rows to run again.
 
     With none, nothing is changed. Shards that were stopped although each row has its answer become committed.
+    None: the generation stands open already. The answer to an earlier COMMIT was lost, or somebody else has asked for
+    the same; that is as good.
 
     Args:
         connection: In a transaction.
         job_id: Of a job that has ended.
-        generation: The one to open: one more than the job's as it was read. When it stands open already, the answer
-            to an earlier COMMIT was lost, or somebody else has asked for the same: that is as good.
+        generation: The one to open: one more than the job's as it was read before.
 
     Raises:
         NotFoundError: there is no such job.
         JobStateError: it has not ended, its shards were left open, or its output belongs to a newer job.
     """
+    # Of two at once the second waits here, and then reads what the first has done.
+    connection.execute(select(jobs.c.job_id).where(jobs.c.job_id == job_id).with_for_update())
     job = job_info.job(connection, job_id)
     mine = shards.c.job_id == job_id
     if job.generation == generation:
-        opened = select(func.count()).select_from(shards).where(mine, shards.c.generation == generation)
-        return connection.scalars(opened).one()
+        return None
     _require_retryable(connection, job)
     if not job.rows.failed + job.rows.cancelled:
-        return 0
-    if not _open_job(connection, job_id, generation):
-        raise JobStateError(f"job {job_id} was retried by somebody else at the same moment")
+        return []
+    _open_job(connection, job_id, generation)
     connection.execute(
         update(shards)
         .where(mine, shards.c.state.in_(TERMINAL_SHARD), _unanswered == 0)
@@ -63,7 +64,13 @@ def reset_failed_rows(connection: Connection, job_id: str, generation: int) -> i
         .values(generation=generation, **_reopened)
         .returning(shards.c.shard_id)
     )
-    return len(connection.scalars(reopened).all())
+    return list(connection.scalars(reopened))
+
+
+def num_reopened(connection: Connection, job_id: str, generation: int) -> int:
+    """Shards that this generation has opened."""
+    theirs = (shards.c.job_id == job_id, shards.c.generation == generation)
+    return connection.scalars(select(func.count()).select_from(shards).where(*theirs)).one()
 
 
 def _require_retryable(connection: Connection, job: JobInfo) -> None:
@@ -79,11 +86,10 @@ def _require_retryable(connection: Connection, job: JobInfo) -> None:
         raise JobStateError(f"the output {job.spec.output} belongs to a newer job, {owner.job_id}")
 
 
-def _open_job(connection: Connection, job_id: str, generation: int) -> bool:
-    ended = jobs.c.status.in_(TERMINAL_JOB)
-    opened = connection.execute(
+def _open_job(connection: Connection, job_id: str, generation: int) -> None:
+    connection.execute(
         update(jobs)
-        .where(jobs.c.job_id == job_id, ended, jobs.c.generation == generation - 1)
+        .where(jobs.c.job_id == job_id, jobs.c.status.in_(TERMINAL_JOB))
         .values(
             status=JobStatus.QUEUED,
             generation=generation,
@@ -92,6 +98,4 @@ def _open_job(connection: Connection, job_id: str, generation: int) -> bool:
             expires_at=None,
             finished_at=None,
         )
-        .returning(jobs.c.job_id)
     )
-    return opened.first() is not None

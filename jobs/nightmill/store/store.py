@@ -164,10 +164,10 @@ class Store:
         generation = self.job(job_id).generation + 1
 
         def reset(connection: Connection) -> int:
-            num_shards = retry.reset_failed_rows(connection, job_id, generation)
-            if self._rings and num_shards:
-                outbox.ring_job(connection, job_id)
-            return num_shards
+            reopened = retry.reset_failed_rows(connection, job_id, generation)
+            if reopened is None:
+                return retry.num_reopened(connection, job_id, generation)
+            return self._ring(connection, reopened)
 
         return self._write(reset)
 
