@@ -2,6 +2,7 @@
 
     postgres_url        DATABASE_URL of a fresh, empty database      postgres_database()  makes more of them
     rabbitmq            RabbitmqBroker: url of a fresh vhost; server.kill/start/restart/ctl, wipe
+    rabbitmq4           the same on RabbitMQ 4.0, for long tests
     rabbitmq_factory    brokers of a test's own, with RabbitmqOptions (short consumer timeouts …)
     moto_s3, ceph_s3    S3Bucket: endpoint, bucket, env              s3_server            the same test on both
 
@@ -13,11 +14,12 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 from tests.services.servers import RabbitmqBroker, S3Bucket, Vhosts
 
+from deploy.native import trixie
 from deploy.native.ceph import Ceph
 from deploy.native.failure import NotInstalledError
 from deploy.native.folder import remove, scratch
@@ -86,10 +88,7 @@ def rabbitmq_vhosts(rabbitmq_server: Rabbitmq) -> Vhosts:
 @pytest.fixture
 def rabbitmq(rabbitmq_server: Rabbitmq, rabbitmq_vhosts: Vhosts) -> RabbitmqBroker:
     """A real broker with a virtual host of this test's own."""
-    if not rabbitmq_server.running:
-        rabbitmq_server.start()
-    vhost = rabbitmq_vhosts.take()
-    return RabbitmqBroker(rabbitmq_server.url(vhost), vhost, rabbitmq_server, rabbitmq_vhosts)
+    return _broker(rabbitmq_server, rabbitmq_vhosts)
 
 
 @pytest.fixture
@@ -105,6 +104,32 @@ def rabbitmq_factory(services_dir: Path) -> Iterator[Callable[[RabbitmqOptions],
     for server in started:
         server.stop()
         remove(server.folder)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq4_server() -> Iterator[Rabbitmq]:
+    """The session's RabbitMQ 4.0, for long tests: its packages take a minute to fetch, once for a machine."""
+    name = f"rabbitmq4-{os.getpid()}"
+    try:
+        chroot = trixie.tree(lambda line: None)
+    except NotInstalledError as error:
+        _missing(error)
+    server = _started(Rabbitmq(trixie.folder(name), chroot=chroot))
+    yield server
+    server.stop()
+    remove(server.folder)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq4_vhosts(rabbitmq4_server: Rabbitmq) -> Vhosts:
+    """Its supply of virtual hosts."""
+    return Vhosts(rabbitmq4_server)
+
+
+@pytest.fixture
+def rabbitmq4(rabbitmq4_server: Rabbitmq, rabbitmq4_vhosts: Vhosts) -> RabbitmqBroker:
+    """As `rabbitmq`, on 4.0. Mark its tests `long`."""
+    return _broker(rabbitmq4_server, rabbitmq4_vhosts)
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +168,13 @@ def s3_server(request: pytest.FixtureRequest) -> S3Bucket:
     return bucket
 
 
+def _broker(server: Rabbitmq, vhosts: Vhosts) -> RabbitmqBroker:
+    if not server.running:
+        server.start()
+    vhost = vhosts.take()
+    return RabbitmqBroker(server.url(vhost), vhost, server, vhosts)
+
+
 def _bucket(kind: str, server: Moto | Ceph) -> Iterator[S3Bucket]:
     if not server.running:
         server.start()
@@ -157,10 +189,14 @@ def _started(server: Server) -> Server:
     try:
         server.start()
     except NotInstalledError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        _missing(error)
     except BaseException:
         server.stop()
         raise
     return server
+
+
+def _missing(error: NotInstalledError) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(str(error))
+    pytest.skip(str(error))
