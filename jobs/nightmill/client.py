@@ -57,7 +57,7 @@ class Client:
 
         Raises:
             ConfigError: a setting is unknown or has a bad value; it is named.
-            StorageError: the store cannot be reached.
+            StoreError: the store cannot be reached.
         """
         environment = dict(os.environ if environ is None else environ)
         if database_url is not None:
@@ -174,7 +174,7 @@ class Job:
 
         Raises:
             WaitTimedOutError: it has not ended in time; it goes on.
-            StorageError: the store does not come back.
+            StoreError: the store does not come back.
         """
         timeout_s = None if timeout is None else parse_duration(timeout)
         info = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nightmill.durations import clock
-from nightmill.errors import StorageError, WaitTimedOutError
+from nightmill.errors import StoreError, WaitTimedOutError
 from nightmill.records import JobInfo
 from nightmill.states import TERMINAL_JOB
 from nightmill.store import Store
@@ -49,7 +49,7 @@ def looks(
 
     Raises:
         NotFoundError: there is no such job.
-        StorageError: the store did not answer from the start, or not for PATIENCE_S.
+        StoreError: the store did not answer from the start, or not for PATIENCE_S.
         WaitTimedOutError: the job has not ended in time; it goes on.
     """
     began = answered = monotonic()
@@ -58,7 +58,7 @@ def looks(
     while True:
         try:
             job = store.job(job_id)
-        except StorageError as error:
+        except StoreError as error:
             if job is None or monotonic() - answered > PATIENCE_S:
                 raise
             yield Look(at=monotonic(), trouble=error.message)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nightmill.cli.show import show_json, show_note
 from nightmill.cli.watch_view import progress_object
 from nightmill.durations import clock
-from nightmill.errors import StorageError
+from nightmill.errors import StoreError
 from nightmill.progress import JobProgress, ProgressMeter
 from nightmill.records import JobInfo
 from nightmill.states import TERMINAL_JOB, JobStatus, ShardState, Tier
@@ -88,7 +88,7 @@ def _looks(store: Store) -> Iterator[list[JobProgress]]:
     while True:
         try:
             jobs = live_jobs(store)
-        except StorageError as error:
+        except StoreError as error:
             if time.monotonic() - answered > PATIENCE_S:
                 raise
             show_note(f"the job store does not answer, trying again: {error.message}")

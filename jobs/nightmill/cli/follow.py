@@ -21,11 +21,11 @@ def follow(store: Store, job_id: str, view: WatchView, *, timeout_s: float | Non
 
     Raises:
         WaitTimedOutError: it has not ended in time.
-        StorageError: the store is gone for good.
+        StoreError: the store is gone for good.
     """
     meter = ProgressMeter()
     job: JobInfo | None = None
-    with _terminable(), view:
+    with terminable(), view:
         for look in looks(store, job_id, timeout_s=timeout_s):
             if look.job is None:
                 view.trouble(look.trouble or "no reason given")
@@ -43,7 +43,7 @@ def warn_if_nobody_runs(store: Store, job: JobInfo) -> None:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM ends the command with 143: as the first process of a container it would be ignored otherwise."""
     if threading.current_thread() is not threading.main_thread():
         yield

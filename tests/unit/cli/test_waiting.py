@@ -8,7 +8,7 @@ import pytest
 
 from nightmill.cli.outcome import tell_outcome
 from nightmill.durations import clock, parse_duration
-from nightmill.errors import ExitCode, NotFoundError, StorageError, WaitTimedOutError
+from nightmill.errors import ExitCode, NotFoundError, StoreError, WaitTimedOutError
 from nightmill.outcome import exit_code
 from nightmill.progress import STALE_S, ProgressMeter
 from nightmill.records import JobInfo, JobOptions, RowCounts, TokenCounts
@@ -82,7 +82,7 @@ def test_a_job_that_has_ended_is_seen_also_without_any_time(make_info: MakeInfo)
 
 
 def test_a_restart_of_the_database_is_waited_out(make_info: MakeInfo) -> None:
-    down = StorageError("the job store is down")
+    down = StoreError("the job store is down")
     seen, _ = watch(make_info(), down, down, make_info(status=JobStatus.COMPLETED))
     found = list(seen)
     assert [look.trouble for look in found] == [None, "the job store is down", "the job store is down", None]
@@ -90,15 +90,15 @@ def test_a_restart_of_the_database_is_waited_out(make_info: MakeInfo) -> None:
 
 
 def test_a_database_that_never_answered_is_an_error_at_once() -> None:
-    seen, clock = watch(StorageError("no such host"))
-    with pytest.raises(StorageError, match="no such host"):
+    seen, clock = watch(StoreError("no such host"))
+    with pytest.raises(StoreError, match="no such host"):
         list(seen)
     assert clock.slept == []
 
 
 def test_a_database_that_stays_away_is_given_up(make_info: MakeInfo) -> None:
-    seen, clock = watch(make_info(), StorageError("gone"))
-    with pytest.raises(StorageError, match="gone"):
+    seen, clock = watch(make_info(), StoreError("gone"))
+    with pytest.raises(StoreError, match="gone"):
         list(seen)
     assert PATIENCE_S < clock.now - 1000 < PATIENCE_S + 5
 
