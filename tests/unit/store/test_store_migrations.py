@@ -3,7 +3,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,30 @@ from nightmill.states import JobStatus, ShardState
 from nightmill.store import Store, migrate
 from nightmill.store.database import Database
 
+DIALECTS = ("sqlite", "postgres")
+MakeDatabase = Callable[[str], Database]
+
+
+@pytest.fixture(params=DIALECTS)
+def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDatabase]:
+    """Empty databases of one dialect, by name."""
+    made: list[Database] = []
+
+    def make(name: str) -> Database:
+        if request.param == "sqlite":
+            made.append(Database(f"sqlite:///{tmp_path / name}.db"))
+        else:
+            made.append(Database(request.getfixturevalue("postgres_database")()))
+        return made[-1]
+
+    yield make
+    for database in made:
+        database.close()
+
 
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    yield database
-    database.close()
+def database(make_database: MakeDatabase) -> Database:
+    return make_database("store")
 
 
 def alembic_config(connection: Connection) -> Config:
@@ -37,8 +55,14 @@ def alembic_config(connection: Connection) -> Config:
     return config
 
 
+def _condition(index: Any) -> str | None:
+    options = index.get("dialect_options", {})
+    condition = options.get("sqlite_where", options.get("postgresql_where"))
+    return None if condition is None else str(condition)
+
+
 def constraints(connection: Connection) -> dict[str, Any]:
-    """What alembic does not compare: CHECKs, foreign keys with their actions, defaults, by table."""
+    """What alembic does not compare: CHECKs, foreign keys with actions, defaults, conditions of indexes, by table."""
     inspector = inspect(connection)
     return {
         table: {
@@ -46,21 +70,21 @@ def constraints(connection: Connection) -> dict[str, Any]:
             "foreign": sorted((str(f["name"]), str(f["options"])) for f in inspector.get_foreign_keys(table)),
             "primary": inspector.get_pk_constraint(table),
             "defaults": {c["name"]: c["default"] for c in inspector.get_columns(table)},
+            "indexes": sorted((str(i["name"]), i["column_names"], _condition(i)) for i in inspector.get_indexes(table)),
         }
         for table in metadata.tables
     }
 
 
-def test_upgrade_from_empty_equals_the_models(database: Database, tmp_path: Path) -> None:
+def test_upgrade_from_empty_equals_the_models(database: Database, make_database: MakeDatabase) -> None:
     migrate.migrate(database)
     options = {"compare_type": True, "compare_server_default": True}
     difference = database.read(lambda c: compare_metadata(MigrationContext.configure(c, opts=options), metadata))
     assert difference == []
 
-    models = Database(f"sqlite:///{tmp_path / 'models.db'}")
+    models = make_database("models")
     models.write(metadata.create_all)
     assert database.read(constraints) == models.read(constraints)
-    models.close()
 
 
 def test_every_state_is_in_its_check(database: Database) -> None:
@@ -85,6 +109,56 @@ def test_up_down_up(database: Database) -> None:
     assert database.read(constraints) == first
 
 
+def test_an_older_store_keeps_everything(database: Database) -> None:
+    """Every row of 0001 is there after the upgrade and after the way back; what is new gets its default."""
+    migrate.migrate(database, "0001")
+    database.write(_fill_0001)
+    before = database.read(_rows)
+    assert [len(rows) for rows in before.values()] == [2, 2, 4, 1]
+    migrate.migrate(database)
+    after = database.read(_rows)
+    new = {"jobs": {"generation": 0}, "shards": {"generation": 0, "num_rings": 0}}
+    for table, rows in before.items():
+        if (table, database.is_sqlite) != ("outbox", True):  # emptied: nobody rings there
+            assert after[table] == [row | new.get(table, {}) for row in rows]
+    database.write(lambda c: command.downgrade(alembic_config(c), "0001"))
+    back = database.read(_rows)
+    assert {name: back[name] for name in ("jobs", "sources", "shards")} == {
+        name: before[name] for name in ("jobs", "sources", "shards")
+    }
+
+
+def _fill_0001(connection: Connection) -> None:
+    job = (
+        "INSERT INTO jobs (job_id, status, tier, spec, spec_digest, options, output, max_failures, created_at) VALUES"
+        " (:id, :status, 'low', '{}', 'd', '{}', :output, 5, '2026-11-29 12:00:00.000')"
+    )
+    source = "INSERT INTO sources (job_id, position, uri, num_rows, size_bytes) VALUES (:id, 0, '/in', 20, 9)"
+    shard = (
+        "INSERT INTO shards (job_id, shard_index, source_file, row_start, row_end, state, worker_id, lease_expires_at,"
+        " part_uri, part_etag, rows_completed) VALUES (:id, :i, '/in', 0, 10, :state, :worker, :expires, :part, :part,"
+        " :rows)"
+    )
+    lease = {"worker": "w1", "expires": "2026-11-29 12:00:30.000", "part": None, "rows": 3}
+    done = {"worker": None, "expires": None, "part": "/p", "rows": 10}
+    for job_id, status in (("job-a", "in_progress"), ("job-b", "completed")):
+        connection.execute(text(job), {"id": job_id, "status": status, "output": f"/{job_id}"})
+        connection.execute(text(source), {"id": job_id})
+        first = ("leased", lease) if status == "in_progress" else ("committed", done)
+        for i, (state, values) in enumerate((first, ("committed", done))):
+            connection.execute(text(shard), {"id": job_id, "i": i, "state": state, **values})
+    ring = "INSERT INTO outbox (shard_id, tier, created_at) SELECT min(shard_id), 'low', '2026-11-29' FROM shards"
+    connection.execute(text(ring))
+
+
+def _rows(connection: Connection) -> dict[str, list[dict[str, Any]]]:
+    tables = {"jobs": "job_id", "sources": "job_id", "shards": "shard_id", "outbox": "outbox_id"}
+    return {
+        table: [dict(row) for row in connection.execute(text(f"SELECT * FROM {table} ORDER BY {key}")).mappings()]
+        for table, key in tables.items()
+    }
+
+
 def test_a_failed_migration_leaves_nothing(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     def upgrade_and_die(config: Config, revision: str) -> None:
         original(config, revision)
@@ -104,9 +178,9 @@ def test_a_newer_database_is_refused(database: Database) -> None:
         migrate.migrate(database)
 
 
-def test_many_may_migrate_at_once(tmp_path: Path) -> None:
-    """Fresh file, WAL not set yet: the worst moment to come second."""
-    url = f"sqlite:///{tmp_path / 'store.db'}"
+def test_many_may_migrate_at_once(database: Database) -> None:
+    """SQLite: a fresh file, WAL not set yet: the worst moment to come second."""
+    url = database.url.render_as_string(hide_password=False)
     start = threading.Barrier(8)
     failures: list[BaseException] = []
 
