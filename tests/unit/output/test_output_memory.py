@@ -58,7 +58,7 @@ def write_column(path: Path, rows: int, row_bytes: int) -> None:
         writer.write_table(pa.table([pa.chunked_array(chunks)], schema=schema), row_group_size=rows)
 
 
-def script(code: str, *arguments: Path) -> list[int]:
+def script(code: str, *arguments: Path | str) -> list[int]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return list(map(int, done.stdout.split()))
