@@ -86,6 +86,13 @@ class NightmillGroup(click.Group):
         except KeyboardInterrupt:
             show_note("interrupted")
             ctx.exit(ExitCode.INTERRUPTED)
+        except ModuleNotFoundError as error:
+            show_error(
+                _bug(error)
+                if (error.name or "nightmill").startswith("nightmill")
+                else _missing(ctx.invoked_subcommand, error)
+            )
+            ctx.exit(ExitCode.FAILED)
         except OSError as error:
             show_error(NightmillError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"))
             ctx.exit(ExitCode.FAILED)
@@ -95,6 +102,13 @@ class NightmillGroup(click.Group):
         if isinstance(result, int):
             ctx.exit(result)
         return result
+
+
+def _missing(command: str | None, error: ModuleNotFoundError) -> NightmillError:
+    return NightmillError(
+        f"`nightmill {command}` needs packages that are not installed: {error}",
+        hint="pip install 'nightmill[worker]' installs them.",
+    )
 
 
 def _bug(error: Exception) -> NightmillError:
@@ -118,10 +132,7 @@ def _load(point: "EntryPoint") -> click.Command:
     try:
         return _command(point.load())
     except ModuleNotFoundError as error:
-        raise NightmillError(
-            f"`nightmill {point.name}` needs packages that are not installed: {error}",
-            hint="pip install 'nightmill[worker]' installs them.",
-        ) from error
+        raise _missing(point.name, error) from error
 
 
 def open_standard_streams() -> None:

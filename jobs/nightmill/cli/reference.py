@@ -34,7 +34,7 @@ _EXIT_CODES = {
 
 def reference() -> str:
     """The whole of docs/cli.md, the same on every terminal."""
-    context = click.Context(cli, info_name="nightmill")
+    context = click.Context(cli, info_name="nightmill", **cli.context_settings)
     names = cli.list_commands(context)
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in _EXIT_CODES.items())
     return _INTRO + codes + "".join(_section(name, context) for name in names)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 WORKLOADS = ("W1", "W2", "W3")
 
 
-@click.command()
+@click.command(epilog="Example: nightmill bench --workload W1,W2 --policy both --json figures.json")
 @click.option("--workload", default="W1,W2,W3", show_default=True, help="Workloads, by comma: W1, W2, W3.")
 @click.option(
     "--policy",

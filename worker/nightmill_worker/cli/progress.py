@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from nightmill.cli.show import show_note
+from nightmill.durations import clock
 from nightmill_worker.report import Reporter, RunProgress, SilentReporter
 
 PLAIN_EVERY_S = 5.0
@@ -116,18 +117,10 @@ def _rates(progress: RunProgress) -> str:
         f"{progress.rows_per_s:.1f} rows/s",
         f"{progress.tokens_per_s:,.0f} tokens/s",
         f"{progress.running} running, {progress.waiting} waiting",
-        f"ETA {_duration(progress.eta_s)}",
+        f"ETA {clock(progress.eta_s)}",
     ]
     if progress.rows_failed:
         parts.insert(0, f"{progress.rows_failed:,} failed")
     if progress.note:
         parts.append(progress.note)
     return "  ".join(parts)
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

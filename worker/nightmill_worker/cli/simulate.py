@@ -37,7 +37,7 @@ _DEVICES = ("h200", "cpu")
 _MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b")
 
 
-@click.command()
+@click.command(epilog="Example: nightmill simulate --trace lengths.csv --device h200 --policy both --within 2h")
 @click.option(
     "--trace",
     required=True,
