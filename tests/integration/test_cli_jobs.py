@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from tests.integration.fleet_bench import FleetBench, answer, wait_until
+from tests.services.servers import S3Bucket
 
+from nightmill import Client
 from nightmill.cli.main import cli
 from nightmill.states import JobStatus
 
@@ -296,5 +298,43 @@ def test_a_broker_that_is_down_is_a_warning_and_the_job_runs(tmp_path: Path, pos
         assert "every worker must see it" in submitted.err
         fleet.start(CELERY_BROKER_URL="")
         assert call(fleet, "wait", "--timeout", "2m").code == 0
+    finally:
+        fleet.close()
+
+
+def test_a_job_from_bucket_to_bucket(tmp_path: Path, moto_s3: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its output's uri, in each spelling; and everything that reads the parts."""
+    environment = {"DATABASE_URL": f"sqlite:///{tmp_path}/nightmill.db", "NIGHTMILL_HOME": str(tmp_path), **moto_s3.env}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    fleet = FleetBench(tmp_path, environment, f"s3://{moto_s3.bucket}")
+    output = f"s3://{moto_s3.bucket}/answers"
+    try:
+        fleet.start()
+        source = fleet.write("prompts/a", ["10 20", "", "12 20"])
+        submit = ["submit", source.rpartition("/")[0], "-o", output + "/", "--model", "fake", "--max-tokens", "4"]
+        done = call(fleet, *submit, "--wait", "--json")
+        assert done.code == 0, done.err
+        job_id = json.loads(done.out)["id"]
+        for reference in (output, output + "/", job_id):
+            assert json.loads(call(fleet, "status", reference, "--json").out)["id"] == job_id
+        assert call(fleet, "results", output).out == f"{output}\n"
+        rows = [json.loads(line) for line in call(fleet, "results", output, "--limit", "9", "--json").out.splitlines()]
+        assert [row["completion"] for row in rows] == [answer("10 20", 4), None, answer("12 20", 4)]
+        (error,) = [json.loads(line) for line in call(fleet, "errors", output, "--json").out.splitlines()]
+        assert (error["row_index"], error["error_code"]) == (1, "empty_prompt")
+        good = tmp_path / "good.jsonl"
+        assert call(fleet, "results", output, "--openai", str(good)).code == 0
+        assert len(good.read_text().splitlines()) == 2
+        with Client() as client:
+            job = client.job(output)
+            assert job.results(["completion"]) == job.dataset().to_table(columns=["completion"])
+            assert job.errors().num_rows == 1
+            assert next(job.iter_results()).num_rows == 3
+        refused = call(fleet, *submit[:-1], "5")
+        assert (refused.code, "max_tokens: 4 → 5" in refused.err) == (3, True)
+        gone = call(fleet, "submit", f"s3://{moto_s3.bucket}/nothing/", "-o", f"{output}2", "--model", "fake")
+        assert (gone.code, gone.out) == (3, "")
+        assert "every worker must see it" not in done.err
     finally:
         fleet.close()
