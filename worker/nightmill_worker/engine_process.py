@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ REPORT_EVERY_S = 0.01  # finished sequences wait this long for company
 STATS_EVERY_S = 0.25  # counters are sent at least this often while there is work
 REPORT_ROWS = 64
 TAKE_IN_S = 0.002  # between two steps; what is left in the inbox comes after the next one
+GC_THRESHOLD = 50_000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,6 +62,8 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
             pid=os.getpid(),
             start_s=time.monotonic() - started,
         )
+        if setup.parent_pid is not None:
+            tune_gc()
         outbox.send(Ready(info))
         starting = False
         _Serving(loop, inbox, outbox, _Watchdog(setup)).run()
@@ -76,6 +80,17 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
             loop.close()
         inbox.close()
         outbox.close()
+
+
+def tune_gc() -> None:
+    """Keep the cyclic collector from walking everything that waits, in the midst of a step.
+
+    What is there now (modules, the model) is never looked at again. The engine's own objects make few cycles, so
+    collecting seldom costs little memory; 100,000 waiting requests in the old generation cost 100 ms a time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 20, 1000)
 
 
 class _Serving:

@@ -1,6 +1,8 @@
 """Which rows are grouped by the pages they have in common, and that the plan's groups are true."""
 
 import dataclasses
+import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.errors import EngineError
+from nightmill.sampling import SamplingParams
+from nightmill.states import Tier
 from nightmill_worker.engine.audit import audit_plan
-from nightmill_worker.engine.groups import MIN_ROWS, MIN_TOKENS, find_groups, tokens_saved
+from nightmill_worker.engine.fake import FakeRunnerConfig
+from nightmill_worker.engine.groups import MIN_ROWS, MIN_TOKENS, GroupFinder, find_groups, tokens_saved
+from nightmill_worker.engine.loop import EngineLoop
+from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine.request import Request
 from nightmill_worker.engine.step import PoolShape, PrefixGroups, SampleBatch, StepPlan
 
 PAGE = 16
@@ -218,3 +226,34 @@ def test_the_audit_finds_false_groups(starts, sequences, pages, what):
     audit_plan(plan_with(groups([0, 4], [0, 1, 2, 3], [10])), pool, 10)
     with pytest.raises(EngineError, match=what):
         audit_plan(plan_with(groups(starts, sequences, pages)), pool, 10)
+
+
+def test_the_finder_says_what_a_fresh_look_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 0
+    find = GroupFinder.find
+
+    def checked(
+        self: GroupFinder, rows: Any, version: int, page_tables: Any, context_lens: Any, counts: Any
+    ) -> PrefixGroups | None:
+        nonlocal kept
+        before = self._groups
+        groups = find(self, rows, version, page_tables, context_lens, counts)
+        kept += groups is before and groups is not None
+        fresh = find_groups(page_tables, context_lens, counts, self._page_size)
+        assert (groups is None) == (fresh is None)
+        if groups is not None and fresh is not None:
+            for name in ("starts", "sequences", "num_pages"):
+                assert getattr(groups, name).tolist() == getattr(fresh, name).tolist()
+        return groups
+
+    monkeypatch.setattr(GroupFinder, "find", checked)
+    rng = random.Random(3)
+    loop = EngineLoop(FakeRunnerConfig(num_pages=400, page_size=8).build(), LoopOptions(max_num_seqs=24))
+    prefixes = [tuple(rng.randrange(1000) for _ in range(length)) for length in (150, 150, 300)]
+    for i in range(80):
+        prompt = (*prefixes[rng.randrange(3)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 30))))
+        sampling = SamplingParams(max_tokens=rng.randrange(40, 90))
+        loop.add(Request(request_id=i, job_id="j", tier=Tier.NORMAL, prompt=prompt, sampling=sampling, seed=i))
+    while loop.has_work:
+        loop.step()
+    assert kept > 100

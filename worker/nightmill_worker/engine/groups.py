@@ -21,10 +21,64 @@ STATE_TOKENS = 16
 """What a row costs by being in a group, in tokens of KV not read: its partial sums are written and read."""
 
 _FAR = np.iinfo(np.int64).max
+_MAX_PAGES = 1 << 40
+
+
+class GroupFinder:
+    """find_groups for successive steps: while the same rows decode, it looks again only when the answer may differ.
+
+    A row's table then changes at its end only, where a page of its own is added. That concerns no common prefix, but it
+    may concern the order in which rows are compared, and whether a row is long enough.
+    """
+
+    def __init__(self, page_size: int, refcount: NDArray[np.int32]) -> None:
+        """`refcount`: of the page pool, by page id; read at each call."""
+        self._page_size = page_size
+        self._refcount = refcount
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._version = -1
+        self._num_steps_left = 0
+        self._groups: PrefixGroups | None = None
+        fewest = -(-MIN_TOKENS // page_size)
+        starts = [(cut - 1) * page_size + 1 for cut in _cuts(fewest, _MAX_PAGES)]
+        self._events = np.array(sorted({fewest * page_size, *starts}))  # context lengths at which something may change
+
+    def find(
+        self,
+        rows: NDArray[np.int64],
+        version: int,
+        page_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        counts: NDArray[np.int64],
+    ) -> PrefixGroups | None:
+        """Groups of a step; see find_groups.
+
+        Args:
+            rows: [S] of the running table.
+            version: Of the running table: the same number, the same sequence in every row and the same shared pages.
+            page_tables: [S, P].
+            context_lens: [S].
+            counts: [S].
+        """
+        self._num_steps_left -= 1
+        is_decode = bool((counts == 1).all())
+        if is_decode and self._num_steps_left > 0 and version == self._version and np.array_equal(rows, self._rows):
+            return self._groups
+        self._groups = find_groups(page_tables, context_lens, counts, self._page_size, self._refcount)
+        self._rows, self._version, self._num_steps_left = rows, version, 0
+        if is_decode and len(rows):
+            self._num_steps_left = int(
+                (self._events[np.searchsorted(self._events, context_lens, side="right")] - context_lens).min()
+            )
+        return self._groups
 
 
 def find_groups(
-    page_tables: NDArray[np.int32], context_lens: NDArray[np.int32], counts: NDArray[np.int64], page_size: int
+    page_tables: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    page_size: int,
+    refcount: NDArray[np.int32] | None = None,
 ) -> PrefixGroups | None:
     """Groups among the sequences with one token in this step; None when there are none.
 
@@ -33,9 +87,12 @@ def find_groups(
         context_lens: [S].
         counts: [S] tokens of this step.
         page_size: Tokens.
+        refcount: By page id, how many tables hold it: spares a look at those that too few do.
     """
     fewest = -(-MIN_TOKENS // page_size)
     rows = np.flatnonzero((counts == 1) & (context_lens >= fewest * page_size))
+    if refcount is not None and len(rows):
+        rows = rows[refcount[page_tables[rows, fewest - 1]] >= MIN_ROWS]
     if len(rows) < MIN_ROWS or not _may_share(page_tables[rows, fewest - 1]):
         return None
     cuts = _cuts(fewest, page_tables.shape[1])

@@ -11,7 +11,7 @@ from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
 from nightmill_worker.engine.commit import Ending, commit_step
 from nightmill_worker.engine.fairness import TierShares
-from nightmill_worker.engine.groups import tokens_saved
+from nightmill_worker.engine.groups import GroupFinder, tokens_saved
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
 from nightmill_worker.engine.host_pool import HostPool
 from nightmill_worker.engine.length_model import LengthModel
@@ -86,7 +86,8 @@ class EngineLoop:
         self._runner = runner
         # Without the prefix index no two sequences have a page in common.
         shares = options.enable_shared_attention and options.enable_prefix_caching
-        self._packer = Packer(self.table, options.max_num_batched_tokens, shares_attention=shares)
+        groups = GroupFinder(self.pool.page_size, self.pool.refcount) if shares else None
+        self._packer = Packer(self.table, options.max_num_batched_tokens, groups)
         self._detokenize = detokenize
         self._live: dict[int, EngineSequence] = {}
         self._ended: list[Finished] = []  # between steps: refused or cancelled

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from nightmill_worker.engine.groups import find_groups
+from nightmill_worker.engine.groups import GroupFinder
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule
 from nightmill_worker.engine.step import SampleBatch, StepPlan
@@ -12,9 +12,10 @@ from nightmill_worker.engine.step import SampleBatch, StepPlan
 class Packer:
     """Reads the running table; keeps nothing but what a step has in common with the one before."""
 
-    def __init__(self, table: RunningTable, max_num_batched_tokens: int, *, shares_attention: bool = False) -> None:
+    def __init__(self, table: RunningTable, max_num_batched_tokens: int, groups: GroupFinder | None = None) -> None:
+        """`groups`: None where attention over common pages is not shared."""
         self._table = table
-        self._shares_attention = shares_attention
+        self._groups = groups
         self._iota = np.arange(max(max_num_batched_tokens, table.page_table.shape[1]), dtype=np.int64)
 
     def pack(self, schedule: Schedule, step: int) -> StepPlan:
@@ -43,8 +44,8 @@ class Packer:
         context_lens = ends.astype(np.int32)
         page_tables = self._page_tables(rows, ends)
         groups = None
-        if self._shares_attention:
-            groups = find_groups(page_tables, context_lens, counts, table.page_size)
+        if self._groups is not None:
+            groups = self._groups.find(rows, table.version, page_tables, context_lens, counts)
         drawing = np.flatnonzero(ends == table.num_tokens[rows])
         return StepPlan(
             step=step,

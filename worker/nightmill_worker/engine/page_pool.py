@@ -89,6 +89,12 @@ class PagePool:
             self.num_cached -= 1
             self._give(np.array([page], np.int32))
 
+    def drop_cached(self, pages: Pages) -> None:
+        """The same for many, all of them cached."""
+        self.published[pages] = False
+        self.num_cached -= len(pages)
+        self._give(pages)
+
     def retire(self, pages: Pages) -> None:
         """Take the only holder of unpublished pages away while a copy or a step still uses them."""
         self.refcount[pages] -= 1

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from nightmill_worker.engine.page_pool import PagePool
 from nightmill_worker.engine.step import NULL_PAGE
 
@@ -93,6 +95,14 @@ class PrefixIndex:
             parent.num_refs += 1
         return node
 
+    def extend(self, last: Node | None, tokens: tuple[int, ...]) -> Node:
+        """Intern the page after `last` (None: the first one) and move a reference from there to it."""
+        node = self.intern(last or self.root, tokens)
+        node.num_refs += 1
+        if last is not None:
+            last.num_refs -= 1  # not its last reference: its child, the node, is one
+        return node
+
     def acquire(self, node: Node) -> None:
         """Refer to a node."""
         node.num_refs += 1
@@ -128,25 +138,29 @@ class PrefixIndex:
 
     def evict(self, count: int) -> None:
         """Free this many cached pages, those first that are wanted last. The caller knows that there are enough."""
-        while count > 0:
+        pages: list[int] = []
+        while len(pages) < count:
             entry = heapq.heappop(self._evictable)
             if self._is_current(entry):
                 self.num_wanted_evictions += entry[2].wanted > 0
-                self.forget(entry[2])
-                self.num_evictions += 1
-                count -= 1
+                pages.append(self._unmap(entry[2]))
+        self.num_evictions += count
+        self._pool.drop_cached(np.array(pages, np.int32))
 
     def forget(self, node: Node) -> None:
         """Unmap a node without resident children; its page is free unless a sequence holds it."""
+        self._pool.drop(self._unmap(node))
+
+    def _unmap(self, node: Node) -> int:
         page, node.page = node.page, NULL_PAGE
         del self._node_of_page[page]
-        self._pool.drop(page)
         parent = node.parent
         if parent is not None:
             parent.num_resident_children -= 1
             parent.last_used = max(parent.last_used, node.last_used)
             self._offer(parent)
         self.release(node)
+        return page
 
     def want(self, nodes: Iterable[Node], change: int) -> None:
         """Count one waiting request more (+1) or less (-1) for each page of a prefix."""

@@ -33,6 +33,7 @@ class Residency:
         self._pool = pool
         self._index = index
         self._woken: list[Sequence] = []
+        self._within_page = np.arange(pool.page_size)
 
     @property
     def num_available(self) -> int:
@@ -118,12 +119,22 @@ class Residency:
 
         Generated tokens too: a later turn of a conversation, or the sequence itself after a preemption, finds them.
         """
-        if self._index is None:
+        index, table, size = self._index, self._table, self._pool.page_size
+        if index is None:
             return
-        full = self._table.num_computed[rows] // self._pool.page_size
-        have_filled = full > self._table.num_published[rows]
-        for row, num_full in zip(rows[have_filled].tolist(), full[have_filled].tolist(), strict=True):
-            self._publish_row(self._index, row, num_full)
+        full = table.num_computed[rows] // size
+        rows = rows[full > table.num_published[rows]]
+        if len(rows) == 0:
+            return
+        first, full = table.num_published[rows], table.num_computed[rows] // size
+        pages = table.page_table[rows, first].tolist()
+        tokens = table.tokens[rows[:, None], first[:, None] * size + self._within_page].tolist()
+        for i, (row, num_full, column) in enumerate(zip(rows.tolist(), full.tolist(), first.tolist(), strict=True)):
+            if num_full > column + 1:  # of a prompt
+                self._publish_row(index, row, num_full)
+            else:
+                self._publish_page(index, row, column, pages[i], tokens[i])
+        table.num_published[rows] = full
 
     def release(self, sequence: Sequence, *, discard: bool = False) -> None:
         """Give all pages of a running sequence back.
@@ -152,41 +163,40 @@ class Residency:
             sequence.nodes = []
 
     def _publish_row(self, index: PrefixIndex, row: int, num_full: int) -> None:
-        table, sequence, size = self._table, self._table.sequence(row), self._pool.page_size
+        table, size = self._table, self._pool.page_size
         first = int(table.num_published[row])
-        pages = table.page_table[row, first:num_full].tolist()
-        for i, page in enumerate(pages, first):
-            if i == len(sequence.nodes):
-                self._extend(index, sequence, tuple(table.tokens[row, i * size : (i + 1) * size].tolist()))
-            node = sequence.nodes[i]
-            if node.page:
-                self._adopt(row, i, node.page)
-            else:
-                index.publish(node, page)
-            self._wake(node)
+        tokens = table.tokens[row, first * size : num_full * size].tolist()
+        for i, page in enumerate(table.page_table[row, first:num_full].tolist()):
+            self._publish_page(index, row, first + i, page, tokens[i * size : (i + 1) * size])
         table.num_published[row] = num_full
+
+    def _publish_page(self, index: PrefixIndex, row: int, column: int, page: int, tokens: list[int]) -> None:
+        nodes = self._table.sequence(row).nodes
+        if column == len(nodes):
+            nodes.append(index.extend(nodes[-1] if nodes else None, tuple(tokens)))
+        node = nodes[column]
+        if node.page:
+            self._adopt(row, column, node.page)
+        else:
+            index.publish(node, page)
+        self._wake(node)
 
     def _adopt(self, row: int, column: int, page: int) -> None:
         """Put the index's page in the place of the row's own, which holds the same."""
         own = self._table.page_table[row, column : column + 1].copy()
         self._pool.pin(np.array([page], np.int32))
         self._table.page_table[row, column] = page
+        self._table.version += 1
         self._pool.unpin(own)
 
     def _intern(self, sequence: Sequence, num_full: int) -> None:
-        size = self._pool.page_size
-        for i in range(len(sequence.nodes), num_full):
-            if self._index is not None:
-                self._extend(self._index, sequence, sequence.tokens(i * size, (i + 1) * size))
-
-    def _extend(self, index: PrefixIndex, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         # A sequence refers to the last node of its chain only: each node keeps its parent.
-        last = sequence.nodes[-1] if sequence.nodes else None
-        node = index.intern(last or index.root, tokens)
-        index.acquire(node)
-        if last is not None:
-            index.release(last)
-        sequence.nodes.append(node)
+        if self._index is None:
+            return
+        nodes, size = sequence.nodes, self._pool.page_size
+        for i in range(len(nodes), num_full):
+            tokens = sequence.tokens(i * size, (i + 1) * size)
+            nodes.append(self._index.extend(nodes[-1] if nodes else None, tokens))
 
     def _abandon(self, sequence: Sequence, num_published: int) -> None:
         for node in sequence.nodes[num_published:]:

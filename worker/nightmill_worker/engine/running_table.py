@@ -59,6 +59,8 @@ class RunningTable:
         self._is_used = np.zeros(rows, np.bool_)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._rows: Rows | None = None
+        self.version = 0
+        """Changes when a row changes its sequence, or a page for another one."""
 
     @property
     def num_used(self) -> int:
@@ -123,6 +125,7 @@ class RunningTable:
         self.sequences[row] = sequence
         sequence.row, sequence.state = row, SequenceState.RUNNING
         self._rows = None
+        self.version += 1
         return row
 
     def unbind(self, row: int) -> None:
@@ -132,6 +135,7 @@ class RunningTable:
         self._is_used[row] = False
         self._free_rows.append(row)
         self._rows = None
+        self.version += 1
 
     def pad(self, row: int) -> None:
         """Keep an ended row in the batch."""
