@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nightmill.config import Settings
 from nightmill.errors import ErrorBudgetExceededError
 from nightmill.janitor import sweep
+from nightmill.job_flags import ignored_options
 from nightmill.output.closer import wind_up
 from nightmill.output.manifest import require_parts
 from nightmill.records import JobInfo, JobOptions, JobSpec
@@ -71,6 +72,8 @@ class EmbeddedRun:
                 # First: an output taken away from a worker that is dead may be taken.
                 sweep(self._store, self._settings.workers_dir)
                 job = submit_job(self._store, spec, options, model_digest=self._model.digest, check=_check)
+                for line in ignored_options(options, job):
+                    self._reporter.note(line)
             self._meter.start_from(self._store.shard_results(job.job_id), job)
             if job.status not in TERMINAL_JOB:
                 with WorkerLock(self._settings.workers_dir, new_worker_id()) as lock:

@@ -108,7 +108,7 @@ def read_job(inputs: tuple[str, ...], output: str, flags: dict[str, Any]) -> tup
     """
     refuse_bad_text({"INPUT": inputs, "output": output, **flags})
     named = {name: value for name, value in flags.items() if name in FLAG_NAMES}
-    named["system_prompt"] = _text_or_file(named["system_prompt"])
+    named["system_prompt"] = text_or_file(named["system_prompt"])
     try:
         return read_flags(inputs, output, flags["model"], cast(JobFlags, named))
     except RowError as error:
@@ -124,7 +124,8 @@ def refuse_bad_text(flags: dict[str, Any]) -> None:
                 raise click.UsageError(f"{flag} is not valid UTF-8: {text!r}")
 
 
-def _text_or_file(value: str | None) -> str | None:
+def text_or_file(value: str | None) -> str | None:
+    """The text, or with @ before it what that file holds; UsageError when it cannot be read."""
     if value is None or not value.startswith("@"):
         return value
     try:

@@ -14,7 +14,9 @@ from tests.integration.fake_model import make_tokenizer
 
 from nightmill.cli.main import COMMANDS, cli
 from nightmill.errors import ExitCode
+from nightmill.records import JobOptions
 from nightmill_worker.cli.run_options import SwapSpace
+from nightmill_worker.report import SilentReporter
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +315,18 @@ def test_interrupts_and_disk_errors_are_told_in_words(
     assert result.exit_code == code
     assert ("No space left" if code == 1 else "interrupted") in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_resumed_run_says_which_options_change_nothing(finished: Bench) -> None:
+    class Notes(SilentReporter):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def note(self, text: str) -> None:
+            self.notes.append(text)
+
+    reporter = Notes()
+    finished.run(options=JobOptions(shard_rows=100), reporter=reporter)
+    assert reporter.notes == []
+    finished.run(options=JobOptions(shard_rows=7), reporter=reporter)
+    assert [note for note in reporter.notes if "--shard-rows 7 changes nothing" in note]
