@@ -1,20 +1,20 @@
 """The demo model through the engine, and transformers asked for its logits along an answer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tests.parity.engine_runs import POLICIES, Answers, answer, requests_of
 
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill.sampling import SamplingParams
-from nightmill.states import Tier
 from nightmill_worker.bench.comparator import ReferenceStep
-from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
-from nightmill_worker.engine.request import Finished, Request
+from nightmill_worker.engine.request import Request
 from nightmill_worker.model.runner import ModelRunner, ModelRunnerConfig
 
 MAX_MODEL_LEN = 256
@@ -30,12 +30,28 @@ class Schedule:
     max_num_batched_tokens: int = 2048
     max_prefill_chunk: int | None = None
     enable_prefix_caching: bool = True
+    enable_shared_attention: bool = True
+    policies: str = "arrival"  # of engine_runs.POLICIES
+    pool_bytes: int = 128 << 20
+
+    @property
+    def options(self) -> LoopOptions:
+        """For the engine's loop."""
+        return replace(
+            POLICIES[self.policies],
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk=self.max_prefill_chunk,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_shared_attention=self.enable_shared_attention,
+            max_model_len=MAX_MODEL_LEN,
+        )
 
 
 def build_runner(directory: Path, schedule: Schedule, dtype: str) -> ModelRunner:
     """A runner with a small pool."""
     spec = ModelSpec(model=str(directory), dtype=dtype, max_model_len=MAX_MODEL_LEN)
-    options = EngineOptions(pool_bytes=128 << 20, page_size=schedule.page_size)
+    options = EngineOptions(pool_bytes=schedule.pool_bytes, page_size=schedule.page_size)
     return ModelRunnerConfig(model_dir=directory, spec=spec, options=options).build()
 
 
@@ -43,25 +59,20 @@ def generate(
     directory: Path, prompts: Sequence[tuple[int, ...]], schedule: Schedule, dtype: str, max_tokens: int = 8
 ) -> list[list[int]]:
     """Greedy tokens of each prompt, EOS ignored."""
-    loop = EngineLoop(
-        build_runner(directory, schedule, dtype),
-        LoopOptions(
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_prefill_chunk=schedule.max_prefill_chunk,
-            enable_prefix_caching=schedule.enable_prefix_caching,
-            max_model_len=MAX_MODEL_LEN,
-        ),
-    )
-    for i, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        loop.add(Request(request_id=i, job_id="parity", tier=Tier.NORMAL, prompt=prompt, sampling=sampling, seed=i))
-    ended: list[Finished] = []
-    while loop.has_work:
-        ended += loop.step()
-    loop.close()
-    assert not [f.error for f in ended if f.error is not None]
-    return [list(f.token_ids) for f in sorted(ended, key=lambda f: f.request_id)]
+    requests = requests_of(prompts, [SamplingParams()], max_tokens=max_tokens)
+    return answer(build_runner(directory, schedule, dtype), requests, schedule.options).tokens
+
+
+@lru_cache(maxsize=1)  # a runner in float32 takes most of a GB
+def shared_runner(directory: Path, page_size: int, pool_bytes: int, dtype: str) -> ModelRunner:
+    """As `build_runner`, kept for the next test that wants one like it."""
+    return build_runner(directory, Schedule(page_size=page_size, pool_bytes=pool_bytes), dtype)
+
+
+def answers_of(directory: Path, requests: Sequence[Request], schedule: Schedule, dtype: str) -> Answers:
+    """Answers to any requests, on a runner that may have served others before."""
+    runner = shared_runner(directory, schedule.page_size, schedule.pool_bytes, dtype)
+    return answer(runner, requests, schedule.options)
 
 
 def load_reference(directory: Path, dtype: torch.dtype) -> Any:
@@ -71,6 +82,13 @@ def load_reference(directory: Path, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
+def reference_logits(model: Any, prompt: Sequence[int], generated: Sequence[int]) -> torch.Tensor:
+    """float32 [len(generated), V]: the reference's logits after every proper prefix of `generated`."""
+    ids = torch.tensor([[*prompt, *generated[:-1]]])
+    logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=len(generated)).logits[0].float()
+    return logits
+
+
 def reference_steps(
     model: Any, prompt: Sequence[int], generated: Sequence[int], *, follow: bool = False
 ) -> list[ReferenceStep]:
@@ -78,8 +96,7 @@ def reference_steps(
 
     With `follow` the step's token is the generated one (to judge a third answer against it), else the reference's own.
     """
-    ids = torch.tensor([[*prompt, *generated[:-1]]])
-    logits = model(ids, use_cache=False, logits_to_keep=len(generated)).logits[0].float()
+    logits = reference_logits(model, prompt, generated)
     best = logits.topk(CANDIDATES)
     steps = []
     for line, token, ids_, values in zip(logits, generated, best.indices.tolist(), best.values.tolist(), strict=True):
