@@ -99,6 +99,18 @@ def test_sequence_that_outgrows_the_pool_alone_is_a_row_error(make_drill, make_r
     assert answers[2].finish_reason == answers[3].finish_reason == "length"
 
 
+def test_case_I055_one_taken_off_when_it_had_outgrown_the_pool_is_a_row_error(make_drill, make_request):
+    # Its last token needs a page more than there are: it could never come back, and blocked its tier for ever.
+    drill = make_drill(num_pages=6, page_size=4)
+    drill.add(make_request(1, 18, max_tokens=10), make_request(2, 4, max_tokens=3))
+    while drill.loop.table.sequences[0] is None or drill.loop.table.num_tokens[0] <= 20:
+        drill.step()
+    assert drill.preempt(1)
+    answers = drill.drain()
+    assert "needs pages for 21 tokens" in answers[1].error
+    assert answers[2].error is None
+
+
 def test_admission_does_not_count_pages_that_pinning_the_hit_takes(make_drill, make_request):
     prefix = tuple(range(100, 132))
     drill = make_drill(num_pages=12, page_size=4)

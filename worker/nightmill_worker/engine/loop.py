@@ -150,9 +150,10 @@ class EngineLoop:
         started = time.perf_counter()
         schedule = self.scheduler.schedule()
         if schedule.outgrown is not None:
-            needed, usable = int(self.table.num_tokens[schedule.outgrown.row]), self.pool.num_usable
+            outgrown, usable = schedule.outgrown, self.pool.num_usable
+            needed = int(self.table.num_tokens[outgrown.row]) if outgrown.row >= 0 else outgrown.num_tokens
             message = f"needs pages for {needed} tokens; the pool has {usable} of {self.pool.page_size} tokens each"
-            self._end(schedule.outgrown, FinishReason.ERROR, error=message)
+            self._end(outgrown, FinishReason.ERROR, error=message)
             schedule = self.scheduler.schedule()
         if newcomers := self.scheduler.take_started():
             self.on_start(newcomers)

@@ -32,7 +32,7 @@ class Schedule:
     rows: Rows  # [S] rows of the running table
     counts: NDArray[np.int64]  # [S] tokens of each from num_computed on; padding: its last computed token again
     num_padding: int = 0  # how many rows at the end are padding
-    outgrown: Sequence | None = None  # runs alone and needs more pages than there are: it must end, and nothing runs
+    outgrown: Sequence | None = None  # needs more pages than there are: it must end, and nothing runs
 
     @property
     def num_real(self) -> int:
@@ -106,6 +106,8 @@ class Scheduler:
         self._gate.begin_step()
         if len(draft.partial) or len(self._queue) > self._queue.num_parked:
             self._fill(draft)
+        if draft.outgrown is not None:
+            return Schedule(_NO_ROWS, _NO_ROWS, outgrown=draft.outgrown)
         decodes = draft.decodes
         ones = np.ones(len(decodes), np.int64), np.ones(len(padding), np.int64)
         return Schedule(
@@ -190,6 +192,9 @@ class Scheduler:
                     break
                 self._queue.park(rank, match.wait_for)
                 continue
+            if len(match.pages) + match.num_new > self._num_pages:
+                draft.outgrown = sequence  # it was taken off when it had become as long as that
+                break
             available = self._residency.num_available - match.num_revived
             if self._gate.admits(sequence, match, available):
                 row = self._admit(sequence, match, rank)
@@ -282,6 +287,7 @@ class _Draft:
     rows: list[int] = field(default_factory=list)  # with a chunk, one of `counts` tokens
     counts: list[int] = field(default_factory=list)
     num_taken: int = 0  # victims of higher tiers
+    outgrown: Sequence | None = None  # waits, and can never be admitted again
     taker: Sequence | None = None  # for whom the last of them was taken
 
     def close(self, rank: int) -> None:
