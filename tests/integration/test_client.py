@@ -107,6 +107,9 @@ def test_the_same_words_are_the_same_job(client: Client, fleet: FleetBench) -> N
     assert first.id in [job.id for job in client.jobs(status="completed")]
     with pytest.raises(SpecMismatchError, match="max_tokens: 6 → 7"):
         submit(client, fleet, "same", max_tokens=7)
+    with pytest.raises(SpecMismatchError, match="this idempotency key was used"):
+        submit(client, fleet, "elsewhere", idempotency_key="key-same")
+    assert not Path(fleet.prefix, "elsewhere-out").exists()
 
 
 def test_what_does_not_fit_is_said_and_nothing_is_submitted(client: Client, fleet: FleetBench) -> None:
