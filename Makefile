@@ -72,6 +72,12 @@ test: lint services  ## all checks: lint, then the test suite without the long t
 test-long: $(VENV)/.dev services  ## the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
+SEEDS ?= 5
+DURATION ?= 90
+.PHONY: chaos
+chaos: services  ## kill everything at random for DURATION seconds, SEEDS times, and count rows: bench/chaos/last.json
+	$(BIN)/python -m tests.chaos.run --seeds $(SEEDS) --duration $(DURATION)
+
 .PHONY: bench
 bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
 	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json

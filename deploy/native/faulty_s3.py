@@ -27,6 +27,7 @@ class Fault(Enum):
     LOST_ANSWER = "the server does it, the connection closes without an answer"
     LOST_REQUEST = "the connection is reset before the server hears of it"
     TRUNCATED = "half of the answer's body, then the connection closes"
+    SHORTENED = "half of the answer's body, and nothing that says so"
     RESET_MIDWAY = "half of the answer's body, then the connection is reset"
 
 
@@ -194,9 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         length = answer.getheader("Content-Length")
         data = b"" if length is not None else answer.read()
-        self.send_header("Content-Length", length if length is not None else str(len(data)))
-        self.end_headers()
         left = int(length or 0) if fault is None else int(length or 0) // 2
+        shown = left if fault is Fault.SHORTENED else int(length or len(data))
+        self.send_header("Content-Length", str(shown))
+        self.end_headers()
         self.wfile.write(data)
         while self.command != "HEAD" and left and (data := answer.read(min(_CHUNK, left))):
             self.wfile.write(data)

@@ -8,10 +8,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.native.failure import ServiceError, log_tail
+
+# The parent-death signal goes by thread: a child dies with the *thread* that started it. This one lives as we do.
+_SPAWNER = ThreadPoolExecutor(1, "spawner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +30,11 @@ class Command:
     user: str | None = None  # run as this user when we are root; None: as ourselves
     chroot: Path | None = None
     stop_signal: signal.Signals = signal.SIGTERM  # the graceful one
-    orphan_signal: signal.Signals | None = signal.SIGKILL  # sent when the starting thread dies; None: outlive it
+    orphan_signal: signal.Signals | None = signal.SIGKILL  # sent when we die; None: outlive us
 
 
 class Process:
-    """A running child in a session of its own.
-
-    `Command.orphan_signal` is the kernel's parent-death signal, which goes by thread: start services from a thread that
-    lives as long as they shall.
-    """
+    """A running child in a session of its own."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -57,7 +57,8 @@ class Process:
         command = self.command
         with command.log.open("ab") as log:
             try:
-                self._popen = subprocess.Popen(
+                self._popen = _SPAWNER.submit(
+                    subprocess.Popen,
                     [*_wrapper(command), *command.argv],
                     env=dict(command.env),
                     cwd=command.cwd,
@@ -65,7 +66,7 @@ class Process:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                )
+                ).result()
             except OSError as error:
                 raise ServiceError(f"{command.name}: cannot start {command.argv[0]}: {error.strerror}") from error
 
