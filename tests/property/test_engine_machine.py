@@ -1,8 +1,10 @@
 """Random operations on the engine over the fake model; after each, all invariants hold (see engine/drill.py).
 
-Covered here: I1 to I12, I14, I15, I17, I18 of the design. Planted bugs show that the machine can fail.
+Covered here: I1 to I12, I14, I15, I17, I18, under every rule of order, admission and eviction; tier_storm.py
+adds I13. Planted bugs show that the machine can fail.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 from nightmill_worker.engine.audit import audit_loop
 from nightmill_worker.engine.drill import Drill, WatchedRunner
+from nightmill_worker.engine.fairness import DEFAULT_WINDOW_TOKENS
 from nightmill_worker.engine.fake import FakeRunnerConfig
 from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.options import LoopOptions, PreemptionMode
+from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, PreemptionMode, QueueOrder
 from nightmill_worker.engine.request import FinishReason, Request
 from nightmill_worker.engine.residency import Match, Residency
 from nightmill_worker.engine.sequence import Sequence
@@ -68,6 +71,14 @@ def loop_options(draw: Any) -> LoopOptions:
         max_prefill_chunk=draw(st.sampled_from([None, None, 1, 3, 4, 5])),
         policy=draw(st.sampled_from(["continuous", "continuous", "continuous", "static"])),
         preemption=draw(st.sampled_from(MODES)),
+        # The first of each is the default.
+        order=draw(st.sampled_from(list(QueueOrder))),
+        admission=draw(st.sampled_from(list(AdmissionRule))),
+        eviction=draw(st.sampled_from(list(EvictionRule))),
+        enable_shared_attention=draw(st.sampled_from([True, True, False])),
+        tier_reserve=draw(st.sampled_from([0.04, 0.0, 0.3])),
+        share_window_tokens=draw(st.sampled_from([DEFAULT_WINDOW_TOKENS, 400, 20])),
+        max_bypass_tokens=draw(st.sampled_from([None, 1, 40])),
     )
 
 
@@ -87,6 +98,9 @@ class EngineMachine(RuleBasedStateMachine):
         host_tokens=st.sampled_from([0, 30, 400]),
     )
     def build(self, options: LoopOptions, page_size: int, tokens: int, host_tokens: int) -> None:
+        self._build(options, page_size, tokens, host_tokens)
+
+    def _build(self, options: LoopOptions, page_size: int, tokens: int, host_tokens: int) -> None:
         config = FakeRunnerConfig(
             num_pages=1 + tokens // page_size,
             page_size=page_size,
@@ -104,8 +118,11 @@ class EngineMachine(RuleBasedStateMachine):
         job=st.sampled_from("ab"),
         eos=st.sampled_from([(), (5, 6)]),
         count=st.integers(1, 3),
+        steps=st.integers(0, 3),
     )
-    def add(self, prompt: Any, sampling: SamplingParams, tier: Tier, job: str, eos: Any, count: int) -> None:
+    def add(
+        self, prompt: Any, sampling: SamplingParams, tier: Tier, job: str, eos: Any, count: int, steps: int
+    ) -> None:
         for i in range(count):
             self.next_id += 1
             self.drill.add(
@@ -119,6 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
                     eos_token_ids=eos,
                 )
             )
+        self.step(steps)
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -140,10 +158,18 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, back: int, mode: PreemptionMode) -> None:
         self.drill.preempt(max(1, self.next_id - back), mode)
 
-    @rule(mode=st.sampled_from(MODES), cancelled=st.sets(st.integers(0, 5), max_size=2))
-    def preempt_all(self, mode: PreemptionMode, cancelled: set[int]) -> None:
+    @rule(
+        mode=st.sampled_from(MODES),
+        cancelled=st.sets(st.integers(0, 2), max_size=2),
+        evicted=st.sampled_from([0, 0, 2, 100]),
+    )
+    def preempt_all(self, mode: PreemptionMode, cancelled: set[int], evicted: int) -> None:
+        """Everything that runs, and some of it is cancelled, and what it shared is lost meanwhile."""
+        if not self.drill.loop.is_running:
+            self.drill.step()
         off = [request_id for request_id in range(1, self.next_id + 1) if self.drill.preempt(request_id, mode)]
         self.drill.cancel(*(off[i] for i in cancelled if i < len(off)))
+        self.evict(evicted)
 
     @rule(count=st.integers(1, 30))
     def evict(self, count: int) -> None:
@@ -161,6 +187,29 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "drill"):
             self.drill.drain()
             type(self).steps_run += self.drill.runner.plans_seen
+
+
+@st.composite
+def hunting_options(draw: Any) -> LoopOptions:
+    """Where the planted bugs live: sequences share pages, run side by side, and are swapped."""
+    options = draw(loop_options())
+    return replace(
+        options,
+        max_num_seqs=max(3, options.max_num_seqs),
+        max_num_batched_tokens=100,
+        enable_prefix_caching=True,
+        policy=Policy.CONTINUOUS,
+        preemption=PreemptionMode.SWAP,
+        max_prefill_chunk=None,
+    )
+
+
+class EngineHunt(EngineMachine):
+    """The machine on engines that give the bugs below a chance."""
+
+    @initialize(options=hunting_options(), page_size=st.sampled_from([2, 4]), tokens=st.sampled_from([80, 400]))
+    def build(self, options: LoopOptions, page_size: int, tokens: int) -> None:
+        self._build(options, page_size, tokens, 400)
 
 
 def test_engine_keeps_its_invariants():
@@ -271,4 +320,4 @@ def test_planted_bug_is_caught(plant: Any, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     hunt = settings(max_examples=400, stateful_step_count=30, phases=[Phase.generate], print_blob=False)
     with pytest.raises(EngineError, match=r"invariant broken|page pool"):
-        run_state_machine_as_test(EngineMachine, settings=hunt)
+        run_state_machine_as_test(EngineHunt, settings=hunt)
