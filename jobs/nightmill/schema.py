@@ -167,12 +167,19 @@ shards = Table(
     # A heartbeat changes no indexed column: PostgreSQL then writes the row and no index (HOT).
     Index("ix_shards_available", "job_id", "shard_index", **_where("state = 'available'")),
     Index("ix_shards_leased", "job_id", **_where("state = 'leased'")),
+    Index("ix_shards_failing", "job_id", **_where("state = 'available' AND num_failures > 0")),
+    postgresql_with={"fillfactor": 70},  # room in each page for the next versions of its rows
 )
 
 
 def in_state(state: ShardState) -> ColumnElement[bool]:
     """A shard in this state. The state is written into the text: only so can the partial indexes be used."""
     return shards.c.state == bindparam(f"in_{state.value}", state.value, literal_execute=True)
+
+
+def has_failed() -> ColumnElement[bool]:
+    """A shard that was charged with a failure; written as an index has it."""
+    return shards.c.num_failures > bindparam("no_failures", 0, literal_execute=True)
 
 
 outbox = Table(

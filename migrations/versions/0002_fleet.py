@@ -20,6 +20,7 @@ _CHECKS = {
 _PARTIAL = [
     ("ix_shards_available", ["job_id", "shard_index"], _AVAILABLE),
     ("ix_shards_leased", ["job_id"], _LEASED),
+    ("ix_shards_failing", ["job_id"], sa.text("state = 'available' AND num_failures > 0")),
 ]
 _COLUMNS = ("generation", "num_rings")
 
@@ -36,6 +37,8 @@ def upgrade() -> None:
             shards.create_check_constraint(op.f(f"ck_shards_{name}"), condition)
     for name, columns, rows in _PARTIAL:
         op.create_index(name, "shards", columns, sqlite_where=rows, postgresql_where=rows)
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("ALTER TABLE shards SET (fillfactor = 70)")
     op.create_index("ix_outbox_tier_outbox_id", "outbox", ["tier", "outbox_id"])
     op.create_index("ix_outbox_shard_id", "outbox", ["shard_id"])
 
@@ -44,6 +47,8 @@ def downgrade() -> None:
     """What a retry has opened and not ended cannot be told in the old tables: the database refuses such rows."""
     op.drop_index("ix_outbox_shard_id", "outbox")
     op.drop_index("ix_outbox_tier_outbox_id", "outbox")
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("ALTER TABLE shards RESET (fillfactor)")
     for name, _, _ in _PARTIAL:
         op.drop_index(name, "shards")
     with op.batch_alter_table("shards") as shards:

@@ -15,8 +15,12 @@ def json_rows(connection: Connection, text: str) -> TableValuedAlias:
     return func.json_each(literal(text, Text)).table_valued(column("value", Text)).alias("json_rows")
 
 
+def string(rows: TableValuedAlias, name: str) -> ColumnElement[Any]:
+    """A field of the objects, as text."""
+    value = rows.c.value
+    return value.op("->>")(name) if isinstance(value.type, JSONB) else func.json_extract(value, f"$.{name}")
+
+
 def number(rows: TableValuedAlias, name: str) -> ColumnElement[Any]:
     """A field of the objects, as an integer."""
-    value = rows.c.value
-    field = value.op("->>")(name) if isinstance(value.type, JSONB) else func.json_extract(value, f"$.{name}")
-    return cast(field, BigInteger)
+    return cast(string(rows, name), BigInteger)

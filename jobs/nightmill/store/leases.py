@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, func, or_, select, update
 
 from nightmill.records import ShardLease, ShardProgress, ShardRange
-from nightmill.schema import in_state, jobs, shards
+from nightmill.schema import has_failed, in_state, jobs, shards
 from nightmill.states import JobStatus, ShardState
 from nightmill.store.clock import now
 from nightmill.store.json_rows import json_rows, number
@@ -44,15 +44,27 @@ def may_run() -> ColumnElement[bool]:
     return and_(job_may_run(), shards.c.num_failures < jobs.c.max_failures)
 
 
-def must_close(reason: ShardState) -> ColumnElement[bool]:
-    """A shard and its job: this shard will not be computed any more, for this reason. Its part is still owed."""
+def job_must_stop(reason: ShardState) -> ColumnElement[bool]:
+    """A job: none of its shards will be computed any more, for this reason. Their parts are still owed."""
     if reason is ShardState.CANCELLED:
         failing = and_(jobs.c.status.in_(LIVE_JOB), jobs.c.error_code.is_not(None))
         return or_(jobs.c.status == JobStatus.CANCELLING, failing)
     if reason is ShardState.EXPIRED:
         return and_(jobs.c.status.in_(LIVE_JOB), jobs.c.expires_at <= now())
+    raise ValueError(f"a job does not stop as {reason}")
+
+
+def budget_is_used_up() -> ColumnElement[bool]:
+    """A shard and its job: it has failed too often. The first condition is the one of an index."""
+    return and_(has_failed(), shards.c.num_failures >= jobs.c.max_failures, jobs.c.status.in_(LIVE_JOB))
+
+
+def must_close(reason: ShardState) -> ColumnElement[bool]:
+    """A shard and its job: this shard will not be computed any more, for this reason. Its part is still owed."""
     if reason is ShardState.DISCARDED:
-        return and_(jobs.c.status.in_(LIVE_JOB), shards.c.num_failures >= jobs.c.max_failures)
+        return budget_is_used_up()
+    if reason in (ShardState.CANCELLED, ShardState.EXPIRED):
+        return job_must_stop(reason)
     raise ValueError(f"a shard is not closed as {reason}")
 
 
@@ -170,6 +182,12 @@ def renew(connection: Connection, lease: ShardLease, ttl_s: float) -> bool:
         update(shards).where(*held(lease)).values(lease_expires_at=now(ttl_s)).returning(shards.c.shard_id)
     )
     return renewed.first() is not None
+
+
+def excuse(connection: Connection, lease: ShardLease) -> bool:
+    """Forget a shard's failures: its search for the row that ends the process gets on. False: the lease is lost."""
+    excused = update(shards).where(*held(lease)).values(num_failures=0).returning(shards.c.shard_id)
+    return connection.execute(excused).first() is not None
 
 
 def release(connection: Connection, lease: ShardLease, *, failed: bool, progressed: bool) -> bool:

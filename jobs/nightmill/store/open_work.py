@@ -4,7 +4,7 @@ from sqlalchemy import Connection, case, exists, select, update
 
 from nightmill.schema import in_state, jobs, shards
 from nightmill.states import ShardState, Tier
-from nightmill.store.leases import may_run
+from nightmill.store.leases import job_may_run
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
 
@@ -17,8 +17,9 @@ def job_of_shard(connection: Connection, shard_id: int) -> str | None:
 
 def claimable_jobs(connection: Connection) -> list[tuple[str, Tier]]:
     """Jobs with a shard that `claim` would grant now, by tier, then oldest first."""
-    available = exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), may_run())
-    query = select(jobs.c.job_id, jobs.c.tier).where(available)
+    in_budget = shards.c.num_failures < jobs.c.max_failures
+    available = exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), in_budget)
+    query = select(jobs.c.job_id, jobs.c.tier).where(job_may_run(), available)
     rows = connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id))
     return [(row.job_id, Tier(row.tier)) for row in rows]
 

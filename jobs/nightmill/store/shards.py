@@ -11,7 +11,7 @@ from nightmill.records import CommittedShard, RowCounts, ShardLease, ShardRange,
 from nightmill.schema import in_state, jobs, shards
 from nightmill.states import TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState, Tier
 from nightmill.store.clock import now
-from nightmill.store.leases import held, job_may_run, must_close
+from nightmill.store.leases import budget_is_used_up, held, job_may_run, job_must_stop, must_close
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
 OPEN_JOB = tuple(sorted(frozenset(JobStatus) - TERMINAL_JOB))
@@ -20,11 +20,11 @@ _CLOSINGS = (ShardState.CANCELLED, ShardState.EXPIRED, ShardState.DISCARDED)  # 
 
 def available_shards(connection: Connection, limit: int, job_id: str | None, tier: Tier | None) -> list[int]:
     """Ids that `claim` would grant now: by tier, then oldest job, then file order."""
-    may_run = and_(job_may_run(), shards.c.num_failures < jobs.c.max_failures)
+    has_one = and_(job_may_run(), _has_available(shards.c.num_failures < jobs.c.max_failures))
     if tier is not None:
-        may_run = and_(may_run, jobs.c.tier == tier)
+        has_one = and_(has_one, jobs.c.tier == tier)
     found: list[int] = []
-    for job in _jobs_with(connection, may_run, limit, job_id):
+    for job in _jobs_with(connection, has_one, limit, job_id):
         query = (
             select(shards.c.shard_id)
             .where(shards.c.job_id == job.job_id, in_state(ShardState.AVAILABLE))
@@ -39,14 +39,13 @@ def available_shards(connection: Connection, limit: int, job_id: str | None, tie
 def due_for_closing(connection: Connection, limit: int, job_id: str | None) -> list[tuple[int, ShardState]]:
     """Shards that nobody holds and nobody may run, each with the state its closer's commit lands in."""
     conditions = {reason: must_close(reason) for reason in _CLOSINGS}
-    must = or_(*conditions.values())
     reason = case(*((condition, literal(reason.value)) for reason, condition in conditions.items()))
     found: list[tuple[int, ShardState]] = []
-    for job in _jobs_with(connection, must, limit, job_id):
+    for job in _jobs_with(connection, _has_due(), limit, job_id):
         query = (
             select(shards.c.shard_id, reason.label("reason"))
             .join_from(shards, jobs)
-            .where(shards.c.job_id == job.job_id, in_state(ShardState.AVAILABLE), must)
+            .where(shards.c.job_id == job.job_id, in_state(ShardState.AVAILABLE), or_(*conditions.values()))
         )
         rows = connection.execute(query.order_by(shards.c.shard_index).limit(limit - len(found)))
         found += [(row.shard_id, ShardState(row.reason)) for row in rows]
@@ -57,19 +56,27 @@ def due_for_closing(connection: Connection, limit: int, job_id: str | None) -> l
 
 def jobs_to_close(connection: Connection, limit: int) -> list[str]:
     """Jobs that have shards due for closing."""
-    must = or_(*(must_close(reason) for reason in _CLOSINGS))
-    return [job.job_id for job in _jobs_with(connection, must, limit, None)]
+    return [job.job_id for job in _jobs_with(connection, _has_due(), limit, None)]
+
+
+def _has_due() -> ColumnElement[bool]:
+    """A job with shards due for closing: one that stops and has an available one, or has one that failed too often."""
+    stops = or_(job_must_stop(ShardState.CANCELLED), job_must_stop(ShardState.EXPIRED))
+    return or_(and_(stops, _has_available()), _has_available(budget_is_used_up()))
+
+
+def _has_available(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
+    return exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), *conditions)
 
 
 def _jobs_with(
     connection: Connection, condition: ColumnElement[bool], limit: int, job_id: str | None
 ) -> list[Row[Any]]:
-    """Jobs that have an available shard for which the condition holds, most urgent first.
+    """Open jobs for which the condition holds, most urgent first.
 
     Job by job, the shards are read in the order of an index; all at once, each look would sort every available one.
     """
-    has_one = exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), condition)
-    query = select(jobs.c.job_id, jobs.c.max_failures).where(jobs.c.status.in_(OPEN_JOB), has_one)
+    query = select(jobs.c.job_id, jobs.c.max_failures).where(jobs.c.status.in_(OPEN_JOB), condition)
     if job_id is not None:
         query = query.where(jobs.c.job_id == job_id)
     return list(connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id).limit(limit)))

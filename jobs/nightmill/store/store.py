@@ -229,6 +229,10 @@ class Store:
         """Keep a lease whose holder has no progress to tell (a closer); False when it is lost."""
         return self._write(lambda c: leases.renew(c, lease, ttl_s))
 
+    def excuse(self, lease: ShardLease) -> bool:
+        """Forget the shard's failures: what it does about them gets on. False when the lease is lost."""
+        return self._write(lambda c: leases.excuse(c, lease))
+
     def release(self, lease: ShardLease, *, failed: bool, progressed: bool) -> bool:
         """Give a lease back; False when it was lost before. `failed` without `progressed` uses up the budget."""
 

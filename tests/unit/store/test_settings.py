@@ -70,6 +70,11 @@ def test_empty_is_unset() -> None:
         ("NIGHTMILL_FAILPOINT", "nowhere"),
         ("NIGHTMILL_DEMO_WHEEL", "/no/such.whl"),
         ("NIGHTMILL_HOME", "s3://bucket/x"),
+        ("NIGHTMILL_QUEUE_TYPE", "stream"),
+        ("NIGHTMILL_RING_AFTER_S", "0"),
+        ("NIGHTMILL_RING_AFTER_S", "soon"),
+        ("CELERY_BROKER_URL", "redis://u:secret@h"),
+        ("CELERY_BROKER_URL", "amqp"),
         ("DATABASE_URL", "mysql://u:secret@h/db"),
         ("DATABASE_URL", "sqlite://"),
         ("DATABASE_URL", "sqlite:///:memory:"),
@@ -99,3 +104,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest(typo: str, meant: str) 
 
 def test_variables_of_others_are_none_of_our_business() -> None:
     Settings.from_env(HOME | {"NIGHT": "1", "HF_HOME": "/x", "nightmill_home": "/y"})
+
+
+def test_the_broker_and_how_it_is_rung() -> None:
+    defaults = Settings.from_env(HOME)
+    assert (defaults.broker_url, defaults.queue_type, defaults.ring_after_s) == (None, "auto", 120.0)
+    url = "amqp://u:p@h:5672/vhost"
+    changed = Settings.from_env(
+        HOME | {"CELERY_BROKER_URL": url, "NIGHTMILL_QUEUE_TYPE": "classic", "NIGHTMILL_RING_AFTER_S": "2.5"}
+    )
+    assert (changed.broker_url, changed.queue_type, changed.ring_after_s) == (url, "classic", 2.5)
