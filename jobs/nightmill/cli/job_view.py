@@ -4,6 +4,7 @@ from datetime import datetime
 from typing import Any
 
 from nightmill.cli.show import iso
+from nightmill.durations import clock
 from nightmill.records import JobInfo
 from nightmill.states import JobStatus
 
@@ -64,13 +65,24 @@ def job_fields(job: JobInfo) -> dict[str, object]:
         "error codes": ", ".join(f"{code} {count:,}" for code, count in sorted(job.error_codes.items())) or None,
         "tokens": f"{job.tokens.prompt:,} prompt ({job.tokens.cached:,} cached), {job.tokens.completion:,} completion",
         "shards": f"{job.num_shards}: {states}",
+        "tier": job.options.tier.value,
         "model": job.spec.model.model,
         "output": job.spec.output,
         "created": iso(job.created_at),
         "started": iso(job.started_at),
         "finished": iso(job.finished_at),
+        "took": _took(job),
         "last progress": iso(job.last_progress_at) if job.finished_at is None else None,
     }
+
+
+def _took(job: JobInfo) -> str | None:
+    """From the first shard's start; of a retried job, from the first time on."""
+    if job.started_at is None or job.finished_at is None:
+        return None
+    seconds = (job.finished_at - job.started_at).total_seconds()
+    rate = f", {job.tokens.completion / seconds:,.0f} tokens/s" if seconds >= 1 and job.generation == 0 else ""
+    return clock(seconds) + rate
 
 
 def _errors(job: JobInfo) -> dict[str, Any] | None:

@@ -130,7 +130,8 @@ def live_lines(progress: JobProgress) -> "RenderableType":
         Text(f"{job.job_id}  {job.status.value}, tier {job.options.tier.value}", style="bold"),
         bar,
     ]
-    lines.append(Text("  ".join(rate_texts(progress)) or "no rows have run yet"))
+    if job.finished_at is None:
+        lines.append(Text("  ".join(rate_texts(progress)) or "no rows have run yet"))
     lines.append(Text(f"shards  {shards_text(progress)}"))
     if progress.silent_s >= STALE_S:
         lines.append(Text(f"nothing has moved for {clock(progress.silent_s)}", style="yellow"))
