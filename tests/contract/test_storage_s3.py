@@ -205,6 +205,14 @@ def test_a_small_object_is_one_request_and_a_column_few(faulty: FaultyS3, root: 
     assert sum(int(last) - int(first) + 1 for first, last in asked) < 16 * MIB
 
 
+def test_an_answer_shorter_than_it_says_is_asked_for_again(faulty: FaultyS3, root: str) -> None:
+    put(f"{root}/x", LARGE)
+    faulty.plan(Fault.SHORTENED, method="GET", times=2)
+    with S3Storage().open_input(f"{root}/x") as file:
+        faulty.plan(Fault.SHORTENED, method="GET", times=2)
+        assert file.read() == LARGE
+
+
 # Large objects.
 
 

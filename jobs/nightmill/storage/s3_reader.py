@@ -96,6 +96,8 @@ class ObjectReader(io.RawIOBase):
         pieces = []
         while self._position < end:
             piece = self._piece(self._position, end)
+            if not piece:
+                raise StorageError(f"{self._uri} has {self._size:,} bytes, but none came from {self._position:,} on")
             pieces.append(piece)
             self._position += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.output.output_jobs import DIGEST, STORAGE, SmallJob, answer, committed
 from tests.unit.rows.row_inputs import make_spec, write
 
+import nightmill.output.part
 from nightmill.errors import RowErrorCode, StorageError
 from nightmill.output import OutputFolder, PartInfo, finalize_output, publish_part, read_part, replace_part, write_part
 from nightmill.records import Completion, RowCounts, ShardRange
@@ -139,6 +140,25 @@ def test_after_a_crash_behind_the_put_the_replacement_is_adopted(tmp_path: Path)
     assert again == replace(new, adopted=True, replaces=old.etag)
     # The next retry begins from that one.
     assert retried(job, new).etag == new.etag
+
+
+def test_two_attempts_of_one_retry_end_with_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zombie has read the old part, and its successor replaces it before the zombie writes."""
+    job = job_of(tmp_path)
+    (shard,) = job.shards
+    old = job.part(shard, job.completions(shard, flaky(1, 4)))
+    real = nightmill.output.part._verify
+    winners: list[PartInfo] = []
+
+    def meanwhile(*arguments: Any) -> None:
+        real(*arguments)
+        monkeypatch.setattr(nightmill.output.part, "_verify", real)
+        winners.append(retried(job, old, 1, 4, attempt=3))
+
+    monkeypatch.setattr(nightmill.output.part, "_verify", meanwhile)
+    zombie = retried(job, old, 1, attempt=2)
+    assert zombie == replace(winners[0], adopted=True, replaces=old.etag)
+    assert pq.read_table(old.uri).column("error_code").null_count == 6
 
 
 def test_a_part_that_somebody_else_changed_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""The runners that the contract suite is run against, made alike: page size, pool, host pages, a token that fails."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig
+from nightmill_worker.engine.step import PoolShape, Runner
+from nightmill_worker.model.config_reader import read_config
+from nightmill_worker.model.dummy import dummy_weights
+from nightmill_worker.model.runner import ModelRunner
+
+PAGE_SIZE = 4
+NUM_PAGES = 64
+NUM_HOST_PAGES = 16
+VOCAB_SIZE = 101
+FAIL_TOKEN = 100
+"""A sequence that has it in sight gets a row failure."""
+
+_TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def fake_runner(_: Path) -> Runner:
+    """The engine tests' model without a model."""
+    return FakeRunner(
+        FakeRunnerConfig(
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            vocab_size=VOCAB_SIZE,
+            num_host_pages=NUM_HOST_PAGES,
+            fail_token=FAIL_TOKEN,
+        )
+    )
+
+
+def model_runner(directory: Path) -> Runner:
+    """A tiny decoder in float32 whose logits depend on all it sees; FAIL_TOKEN's embedding is not a number."""
+    (directory / "config.json").write_text(json.dumps(_TINY))
+    config = read_config(directory)
+    weights = dummy_weights(config, torch.float32, seed=3)
+    generator = torch.Generator().manual_seed(5)
+    for layer in weights.layers:  # larger than usual: attention then decides what is drawn
+        for part in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            part.normal_(std=0.25, generator=generator)
+    weights.lm_head.normal_(std=0.5, generator=generator)
+    weights.embedding[FAIL_TOKEN] = float("nan")
+    shape = PoolShape(num_pages=NUM_PAGES, page_size=PAGE_SIZE, bytes_per_token=config.kv_bytes_per_token("float32"))
+    return ModelRunner(config, weights, shape, max_model_len=200, num_host_pages=NUM_HOST_PAGES)
+
+
+SUBJECTS: dict[str, Callable[[Path], Runner]] = {"fake": fake_runner, "model": model_runner}
