@@ -10,16 +10,16 @@ from nightmill.canonical import encode
 from nightmill.errors import JobStateError
 from nightmill.records import JobInfo, JobOptions, JobSpec, ShardRange, SourceFile
 from nightmill.schema import in_state, jobs, shards, sources
-from nightmill.states import JOB_MOVES, OPEN_SHARD, TERMINAL_JOB, JobStatus, ShardState
+from nightmill.states import JOB_MOVES, TERMINAL_JOB, JobStatus, ShardState
 from nightmill.store.clock import now
 from nightmill.store.job_info import job
 from nightmill.store.json_rows import json_rows, number, string
-from nightmill.store.leases import LIVE_JOB, job_may_run
+from nightmill.store.leases import LIVE_JOB, has_available, job_may_run
 
 _CHUNK = 20_000  # shards in one statement: 2 MB of JSON
 _CANCELLABLE = tuple(status for status, moves in JOB_MOVES.items() if JobStatus.CANCELLING in moves)
-# Two questions, each answered by an index of few rows.
-_unfinished = or_(*(exists().where(shards.c.job_id == jobs.c.job_id, in_state(state)) for state in sorted(OPEN_SHARD)))
+# Two questions, each answered by the first row of an index.
+_unfinished = or_(has_available(), exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.LEASED)))
 
 
 def existing(connection: Connection, job_id: str, idempotency_key: str | None) -> JobInfo | None:

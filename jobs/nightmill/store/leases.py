@@ -68,6 +68,17 @@ def must_close(reason: ShardState) -> ColumnElement[bool]:
     raise ValueError(f"a shard is not closed as {reason}")
 
 
+def has_available(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
+    """A job that has an available shard for which the conditions hold.
+
+    Not EXISTS: PostgreSQL would read every available shard of every job for it. In this order the first one of the
+    job's index answers.
+    """
+    theirs = (shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), *conditions)
+    first = select(shards.c.shard_index).where(*theirs).order_by(shards.c.shard_index).limit(1)
+    return first.correlate(jobs).scalar_subquery().is_not(None)
+
+
 def claim(
     connection: Connection,
     shard_id: int,

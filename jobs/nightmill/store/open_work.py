@@ -1,10 +1,10 @@
 """What a worker of the fleet asks before it claims: whose is this shard, which jobs have something to claim."""
 
-from sqlalchemy import Connection, case, exists, select, update
+from sqlalchemy import Connection, case, select, update
 
-from nightmill.schema import in_state, jobs, shards
-from nightmill.states import ShardState, Tier
-from nightmill.store.leases import job_may_run
+from nightmill.schema import jobs, shards
+from nightmill.states import Tier
+from nightmill.store.leases import has_available, job_may_run
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
 
@@ -17,8 +17,7 @@ def job_of_shard(connection: Connection, shard_id: int) -> str | None:
 
 def claimable_jobs(connection: Connection) -> list[tuple[str, Tier]]:
     """Jobs with a shard that `claim` would grant now, by tier, then oldest first."""
-    in_budget = shards.c.num_failures < jobs.c.max_failures
-    available = exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), in_budget)
+    available = has_available(shards.c.num_failures < jobs.c.max_failures)
     query = select(jobs.c.job_id, jobs.c.tier).where(job_may_run(), available)
     rows = connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id))
     return [(row.job_id, Tier(row.tier)) for row in rows]

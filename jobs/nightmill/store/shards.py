@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, case, exists, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, literal, or_, select, update
 
 from nightmill.errors import FencedError
 from nightmill.failpoint import failpoint
@@ -11,7 +11,7 @@ from nightmill.records import CommittedShard, RowCounts, ShardLease, ShardRange,
 from nightmill.schema import in_state, jobs, shards
 from nightmill.states import TERMINAL_JOB, TERMINAL_SHARD, JobStatus, ShardState, Tier
 from nightmill.store.clock import now
-from nightmill.store.leases import budget_is_used_up, held, job_may_run, job_must_stop, must_close
+from nightmill.store.leases import budget_is_used_up, has_available, held, job_may_run, job_must_stop, must_close
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
 OPEN_JOB = tuple(sorted(frozenset(JobStatus) - TERMINAL_JOB))
@@ -20,7 +20,7 @@ _CLOSINGS = (ShardState.CANCELLED, ShardState.EXPIRED, ShardState.DISCARDED)  # 
 
 def available_shards(connection: Connection, limit: int, job_id: str | None, tier: Tier | None) -> list[int]:
     """Ids that `claim` would grant now: by tier, then oldest job, then file order."""
-    has_one = and_(job_may_run(), _has_available(shards.c.num_failures < jobs.c.max_failures))
+    has_one = and_(job_may_run(), has_available(shards.c.num_failures < jobs.c.max_failures))
     if tier is not None:
         has_one = and_(has_one, jobs.c.tier == tier)
     found: list[int] = []
@@ -62,11 +62,7 @@ def jobs_to_close(connection: Connection, limit: int) -> list[str]:
 def _has_due() -> ColumnElement[bool]:
     """A job with shards due for closing: one that stops and has an available one, or has one that failed too often."""
     stops = or_(job_must_stop(ShardState.CANCELLED), job_must_stop(ShardState.EXPIRED))
-    return or_(and_(stops, _has_available()), _has_available(budget_is_used_up()))
-
-
-def _has_available(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
-    return exists().where(shards.c.job_id == jobs.c.job_id, in_state(ShardState.AVAILABLE), *conditions)
+    return or_(and_(stops, has_available()), has_available(budget_is_used_up()))
 
 
 def _jobs_with(
