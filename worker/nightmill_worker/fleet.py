@@ -151,7 +151,7 @@ class Fleet:
     def _claim(self, serving: Serving, job: JobInfo, shard_id: int, slot: Slot) -> bool:
         context = serving.contexts.get(job)
         with self._claiming:
-            if self._drain.requested or self._host.serving is not serving:
+            if self._drain.requested or self._host.serving is not serving or serving.crew.solitude.is_wanted:
                 return False
             lease = self._store.claim(shard_id, self._worker_id, self._lease_ttl_s)
             if lease is None:
@@ -240,7 +240,9 @@ class Fleet:
 
     def _has_place(self) -> bool:
         serving = self._host.serving
-        if self._drain.requested or (serving is not None and len(serving.crew.active) >= MAX_SHARDS):
+        if self._drain.requested:
+            return False
+        if serving is not None and (len(serving.crew.active) >= MAX_SHARDS or serving.crew.solitude.is_wanted):
             return False
         used = self._slots.used
         return self._is_hungry or any(used[tier] < limit for tier, limit in self._slots.limits.items())

@@ -85,6 +85,10 @@ class InflightMark:
         if self._is_news:
             self._put(self._window, self._tries)
 
+    def narrows(self, window: Sequence[int]) -> bool:
+        """Whether this window says more than the one that the last attempt died in."""
+        return not self._window or set(window) < set(self._window)
+
     def begin_window(self, window: Sequence[int]) -> None:
         """These rows, and no other suspects, run from now on."""
         same = self._window == tuple(window)

@@ -47,7 +47,7 @@ class JobFeed:
 
     def _has_room(self) -> bool:
         active = self._crew.active
-        if self._stopping or self._drain.requested or len(active) >= MAX_SHARDS:
+        if self._stopping or self._drain.requested or len(active) >= MAX_SHARDS or self._crew.solitude.is_wanted:
             return False
         return self._supervisor.has_room and not any(run.is_reading for run in active)
 

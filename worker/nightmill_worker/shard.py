@@ -31,6 +31,7 @@ from nightmill_worker.feed.requests import RequestMaker, RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.inflight import InflightMark, windows
 from nightmill_worker.shard_output import shard_output
+from nightmill_worker.solitude import Solitude
 from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quarantined
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,14 @@ class ShardEnd(StrEnum):
 class ShardRun:
     """One attempt. `run` is called once, on a thread of its own; the rest may be read from other threads."""
 
-    def __init__(self, lease: ShardLease, context: JobContext, supervisor: EngineSupervisor, drain: Drain) -> None:
+    def __init__(
+        self,
+        lease: ShardLease,
+        context: JobContext,
+        supervisor: EngineSupervisor,
+        drain: Drain,
+        solitude: Solitude,
+    ) -> None:
         self.lease = lease
         self.progress = ShardProgress(attempt=lease.attempt)
         self.is_reading = True  # more rows will be offered
@@ -87,6 +95,7 @@ class ShardRun:
         self._context = context
         self._supervisor = supervisor
         self._drain = drain
+        self._solitude = solitude
         self._lost = False
         self._job_stopped = False
         self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
@@ -119,6 +128,16 @@ class ShardRun:
             NightmillError: Reading or writing failed, the engine is gone, or the lease was lost at the commit. The
                 lease has been given back, and what was durable stays.
         """
+        if not self._solitude.enter():
+            self.is_reading = False
+            self._release()
+            return ShardEnd.RELEASED
+        try:
+            return self._attempt()
+        finally:
+            self._solitude.leave()  # with the lease given back: what kills us from now on is not charged to it
+
+    def _attempt(self) -> ShardEnd:
         try:
             end = self._run()
         except BaseException as error:
@@ -179,8 +198,10 @@ class ShardRun:
             finished = self._answer_rows(mailbox, missing - set(suspects), last=not suspects)
             if finished and self._mark.is_convicted(suspects):
                 self._convict(suspects[0])
-            elif finished:
-                finished = self._answer_suspects(mailbox, suspects)
+            elif finished and suspects:
+                self._flush()
+                with self._solitude.alone(lambda: not self._must_stop(mailbox, finished=False)) as is_alone:
+                    finished = is_alone and self._answer_suspects(mailbox, suspects)
             self.rows_recomputed += mailbox.reruns
         if finished:
             self._flush()
@@ -196,6 +217,8 @@ class ShardRun:
             self._context.store.heartbeat(
                 self.lease.worker_id, {self.lease.shard_id: self.progress}, self._context.lease_ttl_s
             )
+            if self._mark.narrows(window):
+                self._context.store.excuse(self.lease)  # a search that gets on may take as long as it takes
             self._mark.begin_window(window)
             if not self._answer_rows(mailbox, set(window), last=window[-1] == suspects[-1]):
                 return False

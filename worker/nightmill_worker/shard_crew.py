@@ -12,6 +12,7 @@ from nightmill.records import ShardLease
 from nightmill_worker.drain import Drain
 from nightmill_worker.heartbeat import Heartbeat
 from nightmill_worker.shard import JobContext, ShardEnd, ShardRun
+from nightmill_worker.solitude import Solitude
 from nightmill_worker.supervisor import EngineSupervisor
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class ShardCrew:
         self._supervisor = supervisor
         self._heartbeat = heartbeat
         self._drain = drain
+        self.solitude = Solitude()
         self._lock = threading.Lock()
         self._active: dict[threading.Thread, ShardRun] = {}
         self._ended: list[EndedShard] = []
@@ -49,7 +51,7 @@ class ShardCrew:
             context: Of its job.
             on_end: Called once, on the shard's thread, when it has ended in whatever way.
         """
-        run = ShardRun(lease, context, self._supervisor, self._drain)
+        run = ShardRun(lease, context, self._supervisor, self._drain, self.solitude)
         name = f"shard-{lease.job_id}-{lease.range.index}"
         thread = threading.Thread(target=self._work, args=(run, on_end), name=name, daemon=True)
         with self._lock:
