@@ -5,6 +5,7 @@ from datetime import datetime
 
 from nightmill.sampling import SamplingParams
 from nightmill.states import JobStatus, ShardState, Tier
+from nightmill.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class EngineOptions:
     pool_bytes: int | None = None  # KV pool; None: by device
     swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none
     num_threads: int | None = None  # CPU threads of the engine; None: by machine
+    tier_shares: TierWeights = DEFAULT_WEIGHTS  # of computed tokens, guaranteed while a tier has work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

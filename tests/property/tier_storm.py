@@ -16,6 +16,7 @@ import click
 from nightmill.errors import EngineError
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
+from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.audit import audit_loop
 from nightmill_worker.engine.drill import Drill
 from nightmill_worker.engine.fake import FakeRunnerConfig
@@ -23,7 +24,6 @@ from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOpt
 from nightmill_worker.engine.preemption import PreemptionCause
 from nightmill_worker.engine.request import FinishReason, Request
 from nightmill_worker.engine.sequence import Sequence
-from nightmill_worker.engine.tier_weights import TierWeights
 from nightmill_worker.engine.victims import MAX_PREEMPTIONS
 
 VOCAB = 97

@@ -87,6 +87,7 @@ class EngineSession:
                 max_num_batched_tokens=batched,
                 enable_prefix_caching=engine.enable_prefix_caching,
                 enable_shared_attention=engine.enable_shared_attention,
+                tier_shares=engine.tier_shares,
                 # The runner knows its model's, and the smaller one counts.
                 max_model_len=NO_LIMIT,
             ),

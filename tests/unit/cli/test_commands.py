@@ -229,7 +229,7 @@ def test_usage_errors_are_exit_2(arguments: list[str]) -> None:
     assert result.exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("flag", ["--quantization", "--tier-share", "--gpu-memory-utilization"])
+@pytest.mark.parametrize("flag", ["--quantization", "--gpu-memory-utilization"])
 def test_a_flag_that_does_nothing_yet_is_refused(flag: str) -> None:
     result = CliRunner().invoke(cli, ["run", "in", "-o", "out", "--model", "demo", flag, "x"])
     assert result.exit_code == ExitCode.USAGE
@@ -245,6 +245,7 @@ def test_a_flag_that_does_nothing_yet_is_refused(flag: str) -> None:
         (["--expires-in", "soon"], "not a duration"),
         (["--kv-cache-memory-bytes", "lots"], "not a size"),
         (["--swap-space", "-1"], "not a size"),
+        (["--tier-share", "urgent=9"], "tier shares read like high=80"),
         (["--kv-cache-memory-bytes", "9" * 400], "not a size"),
         (["--expires-in", "9" * 400 + "d"], "not a duration"),
         (["--stop", ""], "empty string"),

@@ -1,14 +1,15 @@
 """How soon an urgent request starts on a busy engine, what the others keep, and who may pass whom."""
 
+import pickle
 from collections import Counter
 
 import pytest
 
 from nightmill.states import Tier
+from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.drill import Drill
 from nightmill_worker.engine.fake import FakeRunnerConfig
 from nightmill_worker.engine.options import LoopOptions
-from nightmill_worker.engine.tier_weights import TierWeights
 
 HIGH, NORMAL, LOW = Tier
 
@@ -185,3 +186,23 @@ def test_case_I055_who_was_passed_keeps_its_place_when_cancelled_or_preempted(ma
     answers = drill.drain()
     assert answers[3].finish_reason == "abort"
     assert sum(answer.finish_reason == "length" for answer in answers.values()) == 5
+
+
+def test_pages_are_kept_for_high_only_where_it_has_ever_come(make_drill, make_request):
+    def most_running(drill, first):
+        drill.add(*(make_request(first + i, 60, max_tokens=20, tier=LOW) for i in range(10)))
+        drill.step()
+        return drill.loop.stats().running
+
+    drill = make_drill(admission="growth", num_pages=101, page_size=4, max_num_batched_tokens=512, tier_reserve=0.3)
+    assert most_running(drill, 0) == 5
+    drill.drain()
+    drill.add(make_request(100, 4, max_tokens=2, tier=HIGH))
+    drill.drain()
+    assert most_running(drill, 200) == 3
+    drill.drain()
+
+
+def test_options_with_shares_cross_a_process_border():
+    options = LoopOptions(tier_shares=TierWeights(high=1, normal=1, low=2))
+    assert pickle.loads(pickle.dumps(options)) == options

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from nightmill.errors import ConfigError
 from nightmill.states import Tier
+from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.fairness import JobShares, TierShares
-from nightmill_worker.engine.tier_weights import TierWeights
 
 HIGH, NORMAL, LOW = Tier.HIGH, Tier.NORMAL, Tier.LOW
 

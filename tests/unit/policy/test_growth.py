@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nightmill.states import Tier
+from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.growth import Candidate, GrowthRound, Holders, Margin, grid, reserve_pages
 from nightmill_worker.engine.length_model import LengthDistribution
-from nightmill_worker.engine.tier_weights import TierWeights
 
 
 def holders(rows, known=True):

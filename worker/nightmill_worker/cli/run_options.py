@@ -7,7 +7,9 @@ import click
 
 from nightmill.cli.param_types import ByteSize
 from nightmill.cli.sections import section
+from nightmill.errors import ConfigError
 from nightmill.records import EngineOptions
+from nightmill.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 
 class SwapSpace(ByteSize):
@@ -21,6 +23,19 @@ class SwapSpace(ByteSize):
         if re.fullmatch(r"0+(?:\.0+)?", text):
             return 0
         return super().convert(f"{text}G" if re.fullmatch(r"[\d.]+", text) else text, param, ctx)
+
+
+class TierShares(click.ParamType[TierWeights]):
+    """`high=80,normal=15,low=5`; a tier that is left out keeps its default."""
+
+    name = "tier shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> TierWeights:
+        """Parse."""
+        try:
+            return TierWeights.parse(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 _positive = click.IntRange(1)
@@ -49,6 +64,14 @@ engine_options = section(
         metavar="SIZE",
         help="For KV of rows that had to give way: 512M, or GiB; 0: compute it again.  [default: a fourth of the pool]",
     ),
+    click.option(
+        "--tier-share",
+        type=TierShares(),
+        default=str(DEFAULT_WEIGHTS),
+        show_default=True,
+        metavar="TIER=N,…",
+        help="What each tier gets of the computed tokens at least while it has work; what it does not use flows down.",
+    ),
     click.option("--num-threads", type=_positive, help="CPU threads of the engine.  [default: all cores]"),
     click.option("--in-process", is_flag=True, hidden=True),
 )
@@ -65,4 +88,5 @@ def read_engine(flags: dict[str, Any]) -> EngineOptions:
         pool_bytes=flags["kv_cache_memory_bytes"],
         swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],
+        tier_shares=flags["tier_share"],
     )

@@ -43,6 +43,10 @@ class AdmissionGate(Protocol):
         """A sequence has ended; `generated` is its answer."""
         ...
 
+    def forget_job(self, job_id: str) -> None:
+        """Drop what was learnt of a job; it must have nothing live."""
+        ...
+
 
 class _StatelessGate:
     """A gate that looks at the present only."""
@@ -60,6 +64,9 @@ class _StatelessGate:
         """See AdmissionGate."""
 
     def on_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """See AdmissionGate."""
+
+    def forget_job(self, job_id: str) -> None:
         """See AdmissionGate."""
 
 

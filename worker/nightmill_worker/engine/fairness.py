@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from nightmill.errors import ConfigError
 from nightmill.states import Tier
-from nightmill_worker.engine.tier_weights import DEFAULT_WEIGHTS, TierWeights
+from nightmill.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 DEFAULT_WINDOW_TOKENS = 1 << 18
 """How far back a debt reaches, in computed tokens: about 30 full steps of 8,192."""

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightmill.states import Tier
+from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.length_model import LengthDistribution
-from nightmill_worker.engine.tier_weights import TierWeights
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -111,7 +111,11 @@ def reserve_pages(tier: Tier, num_pages: int, fraction: float, weights: TierWeig
 
 
 class GrowthRound:
-    """One step's admissions: what runs is summed up once, each candidate then costs a few small vector operations."""
+    """One step's admissions: what runs is summed up once, each candidate then costs a few small vector operations.
+
+    While the pool is full nearly every candidate is refused, at about the same point step after step; so the point of
+    the last refusal is looked at first, and the rest only when the candidate fits there.
+    """
 
     def __init__(
         self,
@@ -122,37 +126,84 @@ class GrowthRound:
         shared_pages: int,
         z: float,
         grid: Ints,
+        hint: int | None = None,
     ) -> None:
-        """`shared_pages`: with more than one holder, counted for as long as anything runs; `grid`: of `grid()`."""
+        """Take note of what runs.
+
+        Args:
+            page_size: Tokens.
+            running: What holds pages.
+            distributions: Of the lengths that are not known.
+            shared_pages: With more than one holder, counted for as long as anything runs.
+            z: Standard deviations that stay free.
+            grid: Of `grid()`.
+            hint: `worst` of the round before.
+        """
         self._page_size = page_size
         self._distributions = distributions
         self._z = z
         self._shared_pages = shared_pages
         known = running.is_known
-        remaining = running.limits[known] - running.generated[known]
-        self._known = KnownUsage(running.own_tokens[known], remaining, page_size)
+        self._remaining = running.limits[known] - running.generated[known]
+        self._own = running.own_tokens[known]
         self._unknown = running.select(~known)
         self._admitted: list[Candidate] = []
-        # Where a maximum can lie: the last step of each known sequence, and a grid for the unknown.
-        self._points = np.unique(np.concatenate((grid, np.maximum(remaining - 1, 0))))
+        self._grid = grid
+        self.worst: int | None = None
+        """The point at which a candidate was refused last."""
+        self._points = self._first_points(hint)
+        self._is_complete = len(self._points) == 0
+        if self._is_complete:
+            self._complete()
+        else:
+            self._used, self._variance = self._usage_at_few(self._points)
+
+    def _first_points(self, hint: int | None) -> Ints:
+        """The hint, and where it has moved to if it is the end of a known sequence: those that are points."""
+        if hint is None:
+            return np.empty(0, np.int64)
+        return np.array(
+            [p for p in (hint - 1, hint) if (self._grid == p).any() or (self._remaining - 1 == p).any()], np.int64
+        )
+
+    def _complete(self) -> None:
+        """Look at all points where a maximum can lie: the last step of each known sequence, a grid for the unknown."""
+        self._is_complete = True
+        self._known = KnownUsage(self._own, self._remaining, self._page_size)
+        self._points = np.unique(np.concatenate((self._grid, np.maximum(self._remaining - 1, 0))))
         self._used, self._variance = self._usage(self._points)
 
     @property
     def peak(self) -> float:
         """The predicted most pages ever held if nothing more is admitted."""
+        if not self._is_complete:
+            self._complete()
         return float(np.max(self._used + self._z * np.sqrt(self._variance)))
 
     def fits(self, candidate: Candidate, limit: int) -> bool:
         """Whether it and everything admitted so far never hold more than `limit` pages."""
-        pages, spread = self._pages_of(candidate, self._points)
-        if np.max(self._used + pages + self._z * np.sqrt(self._variance + spread)) > limit:
+        if self._is_refused(candidate, limit):
             return False
+        if not self._is_complete:
+            self._complete()
+            if self._is_refused(candidate, limit):
+                return False
         if not candidate.is_known:
             return True
         last = np.array([candidate.remaining - 1])
         used, variance = self._usage(last)
         pages, spread = self._pages_of(candidate, last)
         return bool(used[0] + pages[0] + self._z * np.sqrt(variance[0] + spread[0]) <= limit)
+
+    def _is_refused(self, candidate: Candidate, limit: int) -> bool:
+        """At one of the points looked at so far."""
+        pages, spread = self._pages_of(candidate, self._points)
+        needed = self._used + pages + self._z * np.sqrt(self._variance + spread)
+        worst = int(needed.argmax())
+        if needed[worst] <= limit:
+            return False
+        self.worst = int(self._points[worst])
+        return True
 
     def add(self, candidate: Candidate) -> None:
         """It is admitted."""
@@ -179,6 +230,18 @@ class GrowthRound:
             pages, spread = self._pages_of(candidate, points)
             used += pages
             variance += spread
+        return used, variance
+
+    def _usage_at_few(self, points: Ints) -> tuple[Floats, Floats]:
+        """`_usage` before anything was admitted, without summing up the known first."""
+        runs = self._remaining[:, None] > points
+        pages = -(-(self._own[:, None] + points) // self._page_size) * runs
+        used = pages.sum(axis=0).astype(np.float64) + self._shared_pages
+        variance = np.zeros(len(points))
+        if len(self._unknown.limits):
+            expected, spread = self._pages_of_unknown(points)
+            used += expected.sum(axis=0)
+            variance += spread.sum(axis=0)
         return used, variance
 
     def _pages_of(self, candidate: Candidate, points: Ints) -> tuple[Floats, Floats]:

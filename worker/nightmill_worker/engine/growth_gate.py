@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from nightmill.states import Tier
 from nightmill_worker.engine.growth import FOREVER, Candidate, GrowthRound, Holders, Margin, grid, reserve_pages
 from nightmill_worker.engine.length_model import LengthDistribution, LengthModel
 from nightmill_worker.engine.options import LoopOptions
@@ -36,11 +37,14 @@ class GrowthGate:
         self._distribution_of_row = np.zeros(options.max_num_seqs, np.int64)
         self._is_known = np.zeros(options.max_num_seqs, np.bool_)
         self._round: GrowthRound | None = None
+        self._hint: int | None = None
         self._refcount = pool.refcount  # at the beginning of the round
         self._lender_end: dict[int, int] = {}  # by page
         self._candidate: Candidate | None = None
         self._prefill_tokens = 0  # of all prompts under way, in the order in which they are computed
         self._steps = 0
+        self._highest_rank = len(Tier)  # of all ever admitted: nobody is kept a place for who has never come
+        self._spare_indices: list[int] = []
 
     def begin_step(self) -> None:
         """See AdmissionGate."""
@@ -58,13 +62,16 @@ class GrowthGate:
         if self._table.num_used == 0:
             return True  # alone: nothing else can grow
         tier, num_pages = sequence.request.tier, self._pool.num_usable
-        limit = num_pages - reserve_pages(tier, num_pages, self._options.tier_reserve, self._options.tier_shares)
+        limit = num_pages
+        if self._highest_rank < tier.rank:
+            limit -= reserve_pages(tier, num_pages, self._options.tier_reserve, self._options.tier_shares)
         if self._round is None:
             if self._fits_at_worst(sequence, limit):
                 return True
             self._round = self._begin_round()
         candidate = self._as_candidate(sequence, match)
         if not self._round.fits(candidate, limit):
+            self._hint = self._round.worst
             return False
         self._candidate = candidate
         return True
@@ -72,6 +79,7 @@ class GrowthGate:
     def on_admit(self, sequence: Sequence) -> None:
         """See AdmissionGate."""
         row = sequence.row
+        self._highest_rank = min(self._highest_rank, sequence.request.tier.rank)
         self._is_known[row] = is_length_known(sequence)
         self._distribution_of_row[row] = self._distribution_index(sequence)
         if self._round is not None and self._candidate is not None:
@@ -106,6 +114,12 @@ class GrowthGate:
             mean = self._distributions[index].remaining(generated[mine], limits).mean
             expected[mine] = np.ceil(mean).astype(np.int64)
         return np.maximum(expected, 1)
+
+    def forget_job(self, job_id: str) -> None:
+        """See AdmissionGate."""
+        for key in [key for key in self._index if key[0] == job_id]:
+            self._spare_indices.append(self._index.pop(key))
+        self._lengths.forget_job(job_id)
 
     def _fits_at_worst(self, sequence: Sequence, limit: int) -> bool:
         """Even if every answer gets as long as it may: cheap to know, and in a large pool it is nearly always so."""
@@ -144,6 +158,7 @@ class GrowthGate:
             shared_pages=num_shared + slack,
             z=self.margin.z,
             grid=self._grid,
+            hint=self._hint,
         )
 
     def _delays(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -206,10 +221,11 @@ class GrowthGate:
             return 0
         key = (request.job_id, request.tier.value)
         distribution = self._lengths.distribution(*key, request.sampling.max_tokens)
-        if key not in self._index:
-            self._index[key] = len(self._distributions)
-            self._distributions.append(distribution)
-        return self._index[key]
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = self._spare_indices.pop() if self._spare_indices else len(self._distributions)
+            self._distributions[index : index + 1] = [distribution]
+        return index
 
     def _fit(self) -> None:
         is_due = self._steps % _FIT_STEPS == 0

@@ -14,6 +14,7 @@ from nightmill_worker.engine.fairness import TierShares
 from nightmill_worker.engine.groups import GroupFinder, tokens_saved
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
 from nightmill_worker.engine.host_pool import HostPool
+from nightmill_worker.engine.idle_jobs import IdleJobs
 from nightmill_worker.engine.length_model import LengthModel
 from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, PreemptionMode, QueueOrder
 from nightmill_worker.engine.ordering import ArrivalQueue, PlannedQueue, TierQueue
@@ -92,6 +93,7 @@ class EngineLoop:
         self._live: dict[int, EngineSequence] = {}
         self._ended: list[Finished] = []  # between steps: refused or cancelled
         self._num_added = 0
+        self._jobs = IdleJobs()
         self.on_start: Callable[[Sequence[int]], None] = _ignore
         """Told the ids of requests before the step that runs them for the first time."""
 
@@ -125,6 +127,7 @@ class EngineLoop:
         if request.sampling.logprobs is not None:
             sequence.logprobs = []
         self._live[request.request_id] = sequence
+        self._jobs.begin(request.job_id)
         if self._looks_ahead:
             self.residency.want(sequence)
         sequence.expected_tokens = self._expected_tokens(sequence)
@@ -273,10 +276,16 @@ class EngineLoop:
         if was_admitted:
             self.queue.settle(sequence, sequence.expected_tokens)
         del self._live[sequence.request.request_id]
+        self._forget(self._jobs.end(sequence.request.job_id))
         self._ended.append(_finished(sequence, sequence.generated, reason, stop_match=stop_match, error=error))
         self._count(reason)
         if self.options.policy is Policy.STATIC:
             self._end_group()
+
+    def _forget(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            self.queue.forget_job(job_id)
+            self.gate.forget_job(job_id)
 
     def _vacate(self, sequence: EngineSequence, *, discard: bool = False) -> None:
         row = sequence.row

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nightmill.errors import ConfigError
+from nightmill.tier_weights import DEFAULT_WEIGHTS, TierWeights
 from nightmill_worker.engine.fairness import DEFAULT_WINDOW_TOKENS
-from nightmill_worker.engine.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 
 class Policy(StrEnum):

@@ -42,6 +42,10 @@ class TierQueue(Protocol):
         """Correct a job's booked service by what its finished request really took (± computed tokens)."""
         ...
 
+    def forget_job(self, job_id: str) -> None:
+        """Drop what is kept of a job that is over; it must have nothing waiting."""
+        ...
+
 
 class ArrivalQueue:
     """First come, first served, over all jobs."""
@@ -66,6 +70,9 @@ class ArrivalQueue:
 
     def settle(self, job_id: str, tokens: int) -> None:
         """Arrival order knows no shares."""
+
+    def forget_job(self, job_id: str) -> None:
+        """Nothing is kept."""
 
 
 class JobQueue:
@@ -175,12 +182,12 @@ class PlannedQueue:
         """See TierQueue."""
         self._shares.charge(job_id, tokens)
 
+    def forget_job(self, job_id: str) -> None:
+        """See TierQueue."""
+        if not self._jobs.get(job_id):
+            self._jobs.pop(job_id, None)
+
     def _retire_if_empty(self, job_id: str) -> None:
         # The queue stays: it remembers where its walk stands and what mix it has seen. It is small.
         if not self._jobs[job_id]:
             self._shares.leave(job_id)
-
-    def forget_job(self, job_id: str) -> None:
-        """Drop what is kept of a job that is over; it must have nothing waiting."""
-        if not self._jobs.get(job_id):
-            self._jobs.pop(job_id, None)

@@ -120,6 +120,11 @@ class WaitingQueue:
         request = sequence.request
         self._fresh[request.tier.rank].settle(request.job_id, len(sequence.generated) - expected_tokens)
 
+    def forget_job(self, job_id: str) -> None:
+        """Drop what is kept of a job; it must have nothing waiting."""
+        for queue in self._fresh.values():
+            queue.forget_job(job_id)
+
     def _to_front(self, sequences: list[Sequence]) -> None:
         for sequence in reversed(sequences):
             queues = self._resumes if sequence.num_preemptions else self._unparked
