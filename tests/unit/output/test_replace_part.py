@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.contract.s3_stores import use_store
+from tests.services.servers import S3Bucket
 from tests.unit.output.output_jobs import DIGEST, STORAGE, SmallJob, answer, committed
 from tests.unit.rows.row_inputs import make_spec, write
 
@@ -18,7 +20,7 @@ from nightmill.errors import RowErrorCode, StorageError
 from nightmill.output import OutputFolder, PartInfo, finalize_output, publish_part, read_part, replace_part, write_part
 from nightmill.records import Completion, RowCounts, ShardRange
 from nightmill.rows import InputRow
-from nightmill.storage import LocalStorage, PreconditionFailedError, Storage
+from nightmill.storage import LocalStorage, PreconditionFailedError, SourceChangedError, Storage, open_storage
 
 FAILING = {"prompt": [f"p{n}" for n in range(6)], "custom_id": ["a", None, "c", "d", "e", "f"], "n": list(range(6))}
 
@@ -267,3 +269,21 @@ def test_a_winner_that_died_before_it_published_is_published_at_the_end(tmp_path
     assert not list(Path(job.folder.root).glob("_nightmill/*/shard-*")), "attempts' parts are gone"
     # Again, as after a crash: nothing is there to publish, and nothing is missing.
     finalize_output(UNCONDITIONAL, job.folder, [winner], spec=job.spec, spec_digest=DIGEST)
+
+
+def test_a_retry_on_s3_is_one_conditional_write(s3_server: S3Bucket, tmp_path: Path, monkeypatch: Any) -> None:
+    use_store(monkeypatch, s3_server)
+    root = f"s3://{s3_server.bucket}/out"
+    storage = open_storage(root)
+    spec = make_spec(write(tmp_path / "x.parquet", FAILING), output=root)
+    job = SmallJob(spec)
+    (shard,) = job.shards
+    rows = {row.row_index: row for row in job.completions(shard, flaky(1, 4))}
+    common: dict[str, Any] = {"spec": spec, "spec_digest": DIGEST, "source_schema": job.source_schema, "model": "fake"}
+    old = write_part(storage, job.folder, shard, rows, **common)
+    new = retried(job, old, 1, 4, storage=storage)
+    assert retried(job, old, 1, 4, storage=storage) == replace(new, adopted=True, replaces=old.etag)
+    assert [info.etag for info in storage.list(root)] == [new.etag]
+    assert all(row.is_answered for row in read_part(storage, new.uri, shard, spec=spec, etag=new.etag).values())
+    with pytest.raises(SourceChangedError):
+        read_part(storage, new.uri, shard, spec=spec, etag=old.etag)

@@ -1,13 +1,14 @@
 """Models in an object store: `s3://bucket/prefix` copied once into the cache."""
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 from nightmill.errors import ModelError
+from nightmill.storage.s3_connection import client_config
+from nightmill.storage.s3_settings import S3Settings
 from nightmill_worker.model.cache import cached_directory
 
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -53,9 +54,10 @@ def bucket_model(uri: str, cache: Path, with_weights: bool, progress: Callable[[
 def _client() -> Any:
     import boto3
 
-    # Read here: boto3's own handling of these variables came late and differs between its versions.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    return boto3.client("s3", endpoint_url=endpoint)
+    settings = S3Settings.from_env()
+    tries = {"total_max_attempts": settings.max_attempts or 8, "mode": "standard"}  # nothing of ours repeats a download
+    config = client_config(settings, retries=tries)
+    return boto3.client("s3", endpoint_url=settings.endpoint_url, config=config)
 
 
 def _list(client: Any, bucket: str, prefix: str) -> dict[str, dict[str, Any]]:
@@ -66,5 +68,5 @@ def _list(client: Any, bucket: str, prefix: str) -> dict[str, dict[str, Any]]:
 
 
 def _hint() -> str:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    endpoint = S3Settings.from_env().endpoint_url
     return f"check AWS_ENDPOINT_URL ({endpoint or 'not set: AWS itself'}), AWS_ACCESS_KEY_ID and AWS_REGION"
