@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +71,7 @@ class FaultyS3:
     ignores_conditions: bool = False  # drop If-Match and If-None-Match of writes, as old gateways do
     storm: float = 0.0  # share of requests that get a 503
     seed: int = 0
+    observe: Callable[[SeenRequest, bytes, int], None] | None = None  # request, its body, the status it got
     requests: list[SeenRequest] = field(default_factory=list)
     _plans: list[_Plan] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -164,6 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.proxy.ignores_conditions and self.command in ("PUT", "POST"):
             headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
         with self._answer(headers, body) as answer:
+            if answer is not None and self.server.proxy.observe is not None:
+                self.server.proxy.observe(request, body, answer.status)
             if answer is None:
                 self._reset()
             elif request.fault is Fault.LOST_ANSWER:

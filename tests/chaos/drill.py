@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from tests.chaos.ledger import CheckpointLedger
 from tests.chaos.load import BULK_TOKENS, Load
 from tests.chaos.plan import Target, draw_events
 from tests.chaos.system import System
@@ -72,7 +73,8 @@ def run_drill(drill: Drill) -> Result:
     bucket = f"chaos-{os.getpid()}-{drill.seed}"
     drill.folder.mkdir(parents=True, exist_ok=True)
     drill.ceph.endpoint.create_bucket(bucket)
-    with FaultyS3(drill.ceph.endpoint.url, seed=drill.seed) as proxy:
+    ledger = CheckpointLedger()
+    with FaultyS3(drill.ceph.endpoint.url, seed=drill.seed, observe=ledger.observe) as proxy:
         env = drill.ceph.endpoint.env() | {
             "AWS_ENDPOINT_URL_S3": proxy.url,
             "DATABASE_URL": drill.postgres.create_database(database),
@@ -97,7 +99,7 @@ def run_drill(drill: Drill) -> Result:
             finally:
                 load.stop_urgent()
                 system.close()
-            return _judge(drill, system, load, seconds, unended)
+            return _judge(drill, system, load, ledger, seconds, unended)
 
 
 def _break_and_mend(drill: Drill, system: System, load: Load) -> list[str]:
@@ -122,7 +124,9 @@ def _break_and_mend(drill: Drill, system: System, load: Load) -> list[str]:
     return open_jobs
 
 
-def _judge(drill: Drill, system: System, load: Load, seconds: float, unended: list[str]) -> Result:
+def _judge(
+    drill: Drill, system: System, load: Load, ledger: CheckpointLedger, seconds: float, unended: list[str]
+) -> Result:
     ended = {name: job for name, job in load.jobs.items() if name not in unended}
     findings = examine({name: (expected, _read(load, name)) for name, (_, expected) in ended.items()})
     violations = [f"{name} has not ended {MEND_S:.0f} s after the last fault" for name in unended] + findings.violations
@@ -135,7 +139,13 @@ def _judge(drill: Drill, system: System, load: Load, seconds: float, unended: li
     limit = recompute_limit({target.value: system.kills[target] for target in Target}, system.held)
     if recomputed > limit and not unended:
         violations.append(f"{recomputed} rows were computed in vain, of at most {limit}")
-    shards = [shard for name in ended for shard in load.client.store.shard_results(load.jobs[name][0].id)]
+    attempts = {
+        (job.id, shard.range.index): shard.attempt
+        for job, _ in ended.values()
+        for shard in load.client.store.shard_results(job.id)
+    }
+    if again := ledger.durable_rows_computed_again(attempts):
+        violations.append(f"{again} rows were computed again although they were durable")
     waits = [
         (info.started_at.timestamp() - load.asked_at[name]) * 1000 for name, info in infos.items() if info.started_at
     ]
@@ -149,7 +159,7 @@ def _judge(drill: Drill, system: System, load: Load, seconds: float, unended: li
         recomputed=recomputed,
         recompute_limit=limit,
         orphans=findings.orphans,
-        max_attempts=max((shard.attempt for shard in shards), default=0),
+        max_attempts=max(attempts.values(), default=0),
         kills={target.value: system.kills[target] for target in Target},
         urgent_ms={"p50": round(statistics.median(waits[1:] or [0])), "max": round(max(waits[1:], default=0))},
         worker_exits=[code for worker in system.workers for code in worker.exits],

@@ -1,13 +1,18 @@
 """The judge of chaos runs: it finds each thing that may be wrong, and nothing where nothing is."""
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from tests.chaos.ledger import CheckpointLedger
 from tests.chaos.plan import KINDS, Fault, Target, draw_events
 from tests.chaos.verdict import CHECKPOINT_ROWS, MAX_SEQS, Expected, Left, examine, recompute_limit, recomputed_rows
+
+from deploy.native.faulty_s3 import SeenRequest
 
 EXPECTED = Expected({f"id-{i}": f"answer {i}" for i in range(6)}, max_tokens=4)
 
@@ -77,3 +82,32 @@ def test_a_plan_is_the_seeds_and_leaves_out_nothing() -> None:
     assert all(0 < event.at_s < 90 for event in events)
     assert {event.target for event in draw_events(7, 10)} == set(Target)
     assert Fault.WIPE in KINDS[Target.BROKER]
+
+
+def _seen(method: str, path: str) -> SeenRequest:
+    return SeenRequest(method, path, {}, None)
+
+
+def _checkpoint(ledger: CheckpointLedger, attempt: int, rows: list[int], status: int = 200) -> None:
+    body = io.BytesIO()
+    pq.write_table(pa.table({"row_index": rows}), body)
+    path = f"/bucket/run/bulk-out/_nightmill/job-1/shard-00007/ckpt-{attempt}-0.parquet"
+    ledger.observe(_seen("PUT", path), body.getvalue(), status)
+
+
+def _look(ledger: CheckpointLedger) -> None:
+    prefix = "run%2Fbulk-out%2F_nightmill%2Fjob-1%2Fshard-00007%2F"
+    ledger.observe(_seen("GET", f"/bucket?list-type=2&prefix={prefix}&max-keys=1000"), b"", 200)
+
+
+def test_durable_rows_that_are_computed_again_are_found() -> None:
+    ledger, last = CheckpointLedger(), {("job-1", 7): 2, ("job-1", 8): 1}
+    _look(ledger)
+    _checkpoint(ledger, 1, [1, 2, 3])
+    _checkpoint(ledger, 1, [9], status=412)  # was not accepted, so it is not durable
+    _look(ledger)
+    _checkpoint(ledger, 1, [4, 5])  # of a zombie, after the second had looked: may be computed again
+    _checkpoint(ledger, 2, [4, 5, 6, 9])
+    assert ledger.durable_rows_computed_again(last) == 0
+    _checkpoint(ledger, 2, [3])
+    assert ledger.durable_rows_computed_again(last) == 1

@@ -11,10 +11,12 @@ from nightmill.records import ModelSpec
 from nightmill_worker.engine_session import EngineSession, RunOptions, engine_line
 from nightmill_worker.fleet_jobs import JobContexts
 from nightmill_worker.loaded_model import LoadedModel
+from nightmill_worker.service import DeathCause, EngineDiedError
 from nightmill_worker.shard_crew import ShardCrew
 
 log = logging.getLogger(__name__)
 
+LOAD_TRIES = 3
 LoadModel = Callable[[ModelSpec], LoadedModel]
 
 
@@ -102,16 +104,14 @@ class ModelHost:
         assert spec is not None
         self._drop()
         try:
-            model = self._load(spec)
-            log.info("loading %s", model.name)
-            session = EngineSession(model, self._options)
+            session = self._open_session(spec)
         except NightmillError as error:
             with self._changed:
                 self._refused[spec] = error
                 self._wanted = None
                 self._changed.notify_all()
             raise
-        log.info("%s", engine_line(model.name, session.supervisor.service.info))
+        log.info("%s", engine_line(session.model.name, session.supervisor.service.info))
         with self._changed:
             self._serving = Serving(spec, session, self._make_crew(session), self._make_contexts(session))
             self._wanted = None
@@ -122,6 +122,19 @@ class ModelHost:
         with self._changed:
             self._closed = True
         self._drop()
+
+    def _open_session(self, spec: ModelSpec) -> EngineSession:
+        """Load it. An engine that is killed meanwhile says nothing about the model: whole jobs would fail for it."""
+        model = self._load(spec)
+        for tries_left in reversed(range(LOAD_TRIES)):
+            log.info("loading %s", model.name)
+            try:
+                return EngineSession(model, self._options)
+            except EngineDiedError as error:
+                if error.cause is not DeathCause.SIGNAL or not tries_left:
+                    raise
+                log.warning("%s is loaded once more: %s", model.name, error)
+        raise AssertionError("unreachable")
 
     def _drop(self) -> None:
         with self._changed:

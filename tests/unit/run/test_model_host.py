@@ -1,0 +1,60 @@
+"""Loading the model that a worker serves: what is the model's fault, and what is not."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from tests.unit.run.dying_load import DyingLoad
+
+from nightmill.errors import ModelError
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.engine_session import RunOptions
+from nightmill_worker.loaded_model import LoadedModel
+from nightmill_worker.model_host import LOAD_TRIES, ModelHost
+from nightmill_worker.scripted_engine import Script, scripted_model
+from nightmill_worker.service import EngineDiedError
+
+SPEC = ModelSpec(model="any")
+
+
+def _host(tmp_path: Path, times: int) -> ModelHost:
+    graves = tmp_path / "graves"
+    graves.mkdir()
+    load = scripted_model(Script(), tmp_path / "cache")
+
+    def dying(spec: ModelSpec) -> LoadedModel:
+        return replace(load(spec), runner_config=DyingLoad(graves=graves, times=times))
+
+    return ModelHost(dying, RunOptions(engine=EngineOptions()), only=None, make_crew=Mock(), make_contexts=Mock())
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_no_verdict_on_the_model(tmp_path: Path) -> None:
+    host = _host(tmp_path, times=LOAD_TRIES - 1)
+    host.want(SPEC)
+    host.switch()
+    try:
+        assert host.serving is not None
+        assert host.refusal(SPEC) is None
+    finally:
+        host.close()
+
+
+def test_one_that_is_killed_each_time_is(tmp_path: Path) -> None:
+    host = _host(tmp_path, times=LOAD_TRIES)
+    host.want(SPEC)
+    with pytest.raises(EngineDiedError, match="SIGKILL"):
+        host.switch()
+    assert isinstance(host.refusal(SPEC), EngineDiedError)
+    assert host.wanted is None
+    host.close()
+
+
+def test_a_model_that_is_not_there_is_looked_for_once(tmp_path: Path) -> None:
+    load = Mock(side_effect=ModelError("no such model"))
+    host = ModelHost(load, RunOptions(engine=EngineOptions()), only=None, make_crew=Mock(), make_contexts=Mock())
+    host.want(SPEC)
+    with pytest.raises(ModelError, match="no such model"):
+        host.switch()
+    assert load.call_count == 1
+    host.close()
