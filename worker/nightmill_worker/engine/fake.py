@@ -66,6 +66,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """See Runner."""
+        self._check_open()
         audit_plan(plan, self._pool, self._config.vocab_size)
         if self._config.crash_token is not None and (plan.token_ids == self._config.crash_token).any():
             raise EngineError(f"the fake model met its crash token {self._config.crash_token}")
@@ -77,9 +78,14 @@ class FakeRunner:
             i: _logprobs(int(drawn[i]), int(tokens[i]), int(batch.num_logprobs[i]), self.vocab_size)
             for i in np.flatnonzero(batch.num_logprobs >= 0).tolist()
         }
-        message = f"the fake model met its fail token {self._config.fail_token}"
-        bad = np.flatnonzero(failed[batch.sequence]).tolist()
-        return StepOutput(tokens=tokens, logprobs=logprobs, failed=dict.fromkeys(bad, message))
+        reasons = dict.fromkeys(
+            np.flatnonzero(failed[batch.sequence]).tolist(),
+            f"the fake model met its fail token {self._config.fail_token}",
+        )
+        reasons |= {
+            i: "every token is banned" for i, ids in batch.banned.items() if _is_everything(ids, self.vocab_size)
+        }
+        return StepOutput(tokens=tokens, logprobs=logprobs, failed=reasons)
 
     @property
     def host(self) -> HostShape:
@@ -111,7 +117,12 @@ class FakeRunner:
         """See Runner."""
         self.is_closed = True
 
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("this runner is closed")
+
     def _check_copy(self, pages: NDArray[np.int32], host_pages: NDArray[np.int32]) -> None:
+        self._check_open()
         limits = ((pages, NULL_PAGE + 1, self._config.num_pages), (host_pages, 0, self._config.num_host_pages))
         for ids, first, end in limits:
             if len(ids) != len(pages) or len(np.unique(ids)) != len(ids) or (ids < first).any() or (ids >= end).any():
@@ -208,7 +219,7 @@ def _draw(hidden: int, row: _Row, banned: set[int], vocab_size: int) -> int:
         hidden = _mix_int((hidden ^ row.penalties) + (known & _MASK))
     if row.temperature:
         state = _mix_int((row.seed ^ _SEED) + row.position * _POSITION)
-        rank = _mix_int(state + row.temperature + row.truncation) % (row.top_k or vocab_size)
+        rank = _mix_int(state + row.temperature + row.truncation) % min(row.top_k or vocab_size, vocab_size)
     token = _mix_int(hidden + rank) % vocab_size
     while token in banned:
         token = (token + 1) % vocab_size
@@ -219,7 +230,7 @@ def _draw_batch(hidden: NDArray[np.uint64], batch: SampleBatch, vocab_size: int)
     """Same as `_draw`, over arrays: rows with penalties or bans, which are rare, go one by one."""
     truncation = _float_bits(batch.top_p) + np.uint64(3) * _float_bits(batch.min_p)
     state = _mix((batch.seed ^ np.uint64(_SEED)) + batch.position.astype(np.uint64) * np.uint64(_POSITION))
-    modulus = np.where(batch.top_k > 0, batch.top_k, vocab_size).astype(np.uint64)
+    modulus = np.where(batch.top_k > 0, np.minimum(batch.top_k, vocab_size), vocab_size).astype(np.uint64)
     rank = _mix(state + _float_bits(batch.temperature) + truncation) % modulus
     rank[batch.temperature == 0] = 0
     tokens = (_mix(hidden + rank) % np.uint64(vocab_size)).astype(np.int32)
@@ -241,13 +252,20 @@ def _draw_batch(hidden: NDArray[np.uint64], batch: SampleBatch, vocab_size: int)
             prompt_len,
         )
         banned = batch.banned.get(i)
+        if banned is not None and _is_everything(banned, vocab_size):
+            continue  # the row fails
         tokens[i] = _draw(int(hidden[i]), row, set() if banned is None else set(banned.tolist()), vocab_size)
     return tokens
 
 
 def _logprobs(hidden: int, token: int, count: int, vocab_size: int) -> TokenLogprobs:
-    top = tuple(((token + j) % vocab_size, -float((hidden + j) % 997) / 100) for j in range(count))
-    return TokenLogprobs(token_id=token, logprob=-float(hidden % 997) / 100, top=top)
+    best = -float(hidden % 997) / 100
+    top = tuple(((token + j) % vocab_size, best - j) for j in range(count))
+    return TokenLogprobs(token_id=token, logprob=best, top=top)
+
+
+def _is_everything(ids: NDArray[np.int32], vocab_size: int) -> bool:
+    return len(ids) >= vocab_size and len(np.unique(ids)) == vocab_size
 
 
 def _has_penalties(s: SamplingParams) -> bool:
