@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +58,11 @@ class JanitorReport:
         """Whether there is anything to tell."""
         numbers = (self.num_dead, self.num_expired, self.num_stale, self.num_rings, self.num_closed)
         return any(numbers) or bool(self.ended or self.troubles)
+
+    @property
+    def is_only_trouble(self) -> bool:
+        """Whether nothing was done but what failed: that is in the log already."""
+        return bool(self.troubles) and not replace(self, troubles=[]).did_something
 
     def line(self) -> str:
         """In words."""
@@ -108,6 +113,7 @@ class Janitor:
         self._worker_id = worker_id or new_worker_id()
         self._look_for_stale_at = 0.0
         self._pauses: dict[str, _Pause] = {}
+        self._known: frozenset[str] = frozenset()  # troubles of the last sweep: an outage is told once, not every 2 s
 
     def sweep(self) -> JanitorReport:
         """One round. A job that cannot be closed, or a broker that is down, is told in the report and tried again.
@@ -127,6 +133,7 @@ class Janitor:
             if granted:
                 self._close(report)
                 self._end(report)
+        self._known = frozenset(report.troubles)
         return report
 
     def run(self, stop: threading.Event) -> None:
@@ -134,7 +141,7 @@ class Janitor:
         while not stop.is_set():
             try:
                 report = self.sweep()
-                if report.did_something:
+                if report.did_something and not report.is_only_trouble:
                     log.info("%s", report.line())
             except StoreError as error:
                 log.error("the sweep was broken off: %s", error)
@@ -145,12 +152,12 @@ class Janitor:
             return
         after_s = self._settings.ring_after_s
         self._look_for_stale_at = time.monotonic() + min(RING_EVERY_S, after_s)
-        with _told(report, "the queues", BrokerError):
+        with self._told(report, "the queues", BrokerError):
             report.num_stale = self._store.ring_stale(self._broker.queue_depths(), after_s=after_s)
 
     def _relay(self, report: JanitorReport) -> None:
         if self._broker is not None:
-            with _told(report, "the outbox", BrokerError):
+            with self._told(report, "the outbox", BrokerError):
                 report.num_rings = relay(self._store, self._broker)
 
     def _close(self, report: JanitorReport) -> None:
@@ -180,13 +187,25 @@ class Janitor:
         pause = self._pauses.get(job_id)
         if pause is not None and time.monotonic() < pause.until:
             return
-        with _told(report, f"{what} {job_id}", NightmillError):
+        with self._told(report, f"{what} {job_id}", NightmillError):
             try:
                 action()
             except NightmillError:
                 self._pauses[job_id] = _Pause.after(pause)
                 raise
             self._pauses.pop(job_id, None)
+
+    @contextmanager
+    def _told(self, report: JanitorReport, what: str, expected: type[NightmillError]) -> Iterator[None]:
+        """What fails here is tried again in a later sweep; a store that is away ends this one."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except expected as error:
+            trouble = f"{what}: {error.message}"
+            report.troubles.append(trouble)
+            log.log(logging.DEBUG if trouble in self._known else logging.ERROR, "%s: %s", what, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +217,3 @@ class _Pause:
     def after(cls, last: "_Pause | None") -> "_Pause":
         length_s = _PAUSE_S if last is None else min(2 * last.length_s, _MAX_PAUSE_S)
         return cls(length_s, time.monotonic() + length_s)
-
-
-@contextmanager
-def _told(report: JanitorReport, what: str, expected: type[NightmillError]) -> Iterator[None]:
-    """What fails here is tried again in a later sweep; a store that is away ends this one."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except expected as error:
-        log.error("%s: %s", what, error)
-        report.troubles.append(f"{what}: {error.message}")

@@ -162,7 +162,12 @@ def test_a_retry_that_was_stopped_keeps_what_it_had_and_what_stood(place: Place)
     writer = CheckpointWriter(storage, folder.work, lease.range.index, lease.attempt)
     writer.add(
         Completion(
-            row_index=3, custom_id="a.parquet#3", text="at last", finish_reason="stop", prompt_tokens=1, completion_tokens=2
+            row_index=3,
+            custom_id="a.parquet#3",
+            text="at last",
+            finish_reason="stop",
+            prompt_tokens=1,
+            completion_tokens=2,
         )
     )
     writer.flush()
@@ -298,6 +303,17 @@ def test_a_broker_that_is_down_stops_nothing_else(fleet: Place, rabbitmq: Rabbit
     assert len(report.troubles) == 2
     assert all("refused" in trouble for trouble in report.troubles)
     assert fleet.store.num_owed() == 4
+
+
+def test_an_outage_is_told_once(fleet: Place, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.submit("a")
+    janitor = fleet.janitor(Broker("amqp://guest:guest@127.0.0.1:1/", timeout_s=2.0))
+    janitor.sweep()
+    assert "the outbox" in caplog.text
+    janitor.sweep()
+    caplog.clear()
+    report = janitor.sweep()
+    assert (report.is_only_trouble, caplog.text) == (True, "")
 
 
 def test_while_another_janitor_is_at_work_only_the_outbox_is_seen_to(fleet: Place, broker: Broker) -> None:
