@@ -1,5 +1,9 @@
 """The fixtures themselves: fresh per test, alive after a test that killed something."""
 
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import kombu
@@ -105,3 +109,45 @@ def test_ceph_keeps_what_it_acknowledged_through_a_kill(ceph_s3: S3Bucket, ceph_
             assert body.read() == b"1"
     finally:
         client.close()
+
+
+_PARENT = """
+import sys, threading
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from deploy.native.process import Command, Process
+
+folder = Path(sys.argv[1])
+command = Command(name="sleep", argv=["sleep", "600"], env={}, cwd=folder, log=folder / "log", user="postgres")
+process = Process(command)
+starter = threading.Thread(target=process.start)
+starter.start()
+starter.join()  # the thread is gone, and its child is to stay
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_service_ends_with_whoever_started_it_and_not_before(services_dir: Path) -> None:
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, services_dir],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            ended = select.poll()
+            ended.register(child, select.POLLIN)
+            assert not ended.poll(200)
+            parent.kill()
+            assert ended.poll(20_000)
+        finally:
+            os.close(child)
