@@ -20,6 +20,7 @@ from nightmill_worker.drain import Drain
 from nightmill_worker.fleet import BellEnd, Fleet
 from nightmill_worker.fleet_jobs import JobPauses
 from nightmill_worker.slots import TierSlots
+from nightmill_worker.solitude import Solitude
 from nightmill_worker.supervisor import FeedLimits
 
 
@@ -36,6 +37,7 @@ class StillCrew:
 
     active: list[HeldShard] = field(default_factory=list)
     contexts_fail_with: Exception | None = None
+    solitude: Solitude = field(default_factory=Solitude)
 
     def start(self, lease: ShardLease, context: object, on_end: Callable[[], None]) -> None:
         self.active.append(HeldShard(lease, on_end, ShardProgress(attempt=lease.attempt)))
@@ -271,6 +273,18 @@ def test_a_hungry_engine_gets_more_shards_than_slots(make_place: Callable[..., P
     wanted = min(limits.max_requests, 4 * limits.min_requests)
     assert wanted <= place.crew.rows_ahead < wanted + 10
     assert place.slots.used[Tier.NORMAL] == len(place.crew.active)
+
+
+def test_while_a_shard_searches_alone_no_other_one_is_taken(make_place: Callable[..., Place]) -> None:
+    place = make_place()
+    shard_id = place.shards()[0]
+    place.crew.solitude.enter()
+    with place.crew.solitude.alone(lambda: True):
+        place.fleet.turn()
+        assert place.fleet.answer(shard_id, Tier.NORMAL) is BellEnd.DROPPED
+        assert not place.crew.active
+    place.fleet.turn()
+    assert place.crew.active
 
 
 def test_an_idle_worker_wants_the_model_that_waits(make_place: Callable[..., Place]) -> None:
