@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import boto3
+import botocore.loaders
+import botocore.session
 from botocore.config import Config
 
 REGION = "us-east-1"
+_LOADER = botocore.loaders.create_loader()  # keeps S3's model: every bucket of a test makes two clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,13 @@ class S3Endpoint:
 
     def client(self) -> Any:
         """A boto3 client of this server that looks at no environment variable and no profile."""
+        session = botocore.session.Session()
+        session.register_component("data_loader", _LOADER)
         return boto3.session.Session(
-            aws_access_key_id=self.access_key, aws_secret_access_key=self.secret_key, region_name=REGION
+            botocore_session=session,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=REGION,
         ).client(
             "s3",
             endpoint_url=self.url,

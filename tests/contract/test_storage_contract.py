@@ -274,6 +274,7 @@ def test_one_of_sixteen_in_four_processes_wins(backend: tuple[Storage, str]) -> 
 
 RACER = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from nightmill.storage import ObjectExistsError, open_storage
 uri, process = sys.argv[1:]
 storage = open_storage(uri)

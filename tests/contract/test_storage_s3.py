@@ -20,7 +20,7 @@ from tests.services.servers import S3Bucket
 
 from deploy.native.faulty_s3 import Fault, FaultyS3
 from nightmill.errors import ConfigError, StorageError
-from nightmill.storage import ObjectExistsError, PreconditionFailedError, SourceChangedError, open_storage
+from nightmill.storage import ObjectExistsError, PreconditionFailedError, SourceChangedError
 from nightmill.storage.s3 import S3Storage
 from nightmill.storage.s3_errors import S3Error
 from nightmill.storage.s3_settings import S3Settings
@@ -45,11 +45,8 @@ def faulty(moto_s3: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 
 @pytest.fixture
 def root(faulty: FaultyS3, moto_s3: S3Bucket) -> str:
-    """A prefix behind the proxy, whose conditions have been tried already."""
-    root = f"s3://{moto_s3.bucket}/prefix"
-    open_storage(root).creates_atomically(root)
-    faulty.requests.clear()
-    return root
+    """A prefix behind the proxy."""
+    return f"s3://{moto_s3.bucket}/prefix"
 
 
 @pytest.fixture
@@ -259,7 +256,6 @@ def test_uploads_that_a_killed_process_left_are_swept(store: str, pieces: S3Stor
 @pytest.mark.parametrize("query", ["uploads", "partNumber", "uploadId"])
 def test_pieces_are_tried_again_and_a_lost_completion_is_no_conflict(query: str, faulty: FaultyS3, root: str) -> None:
     storage = S3Storage(replace(S3Settings.from_env(), max_put_bytes=6 * MIB, piece_bytes=5 * MIB))
-    storage.creates_atomically(root)
     method = "PUT" if query == "partNumber" else "POST"
     faulty.plan(Fault.LOST_ANSWER, method=method, containing=query)
     put(f"{root}/x", LARGE, storage=storage)
@@ -278,12 +274,18 @@ def test_listings_of_many_pages(store: str, pieces: S3Storage) -> None:
 # Stores that keep no conditions.
 
 
-def test_conditions_are_tried_once_and_leave_nothing(store: str) -> None:
+def test_conditions_are_tried_once_and_leave_nothing(
+    store: str, s3_server: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_store(monkeypatch, s3_server, probing=True)
     assert all(S3Storage().creates_atomically(f"{store}/out") for _ in range(3))
     assert S3Storage().list(store) == []
 
 
-def test_a_store_that_ignores_conditions_is_found_out(faulty: FaultyS3, moto_s3: S3Bucket) -> None:
+def test_a_store_that_ignores_conditions_is_found_out(
+    faulty: FaultyS3, moto_s3: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_store(monkeypatch, moto_s3, faulty.url, probing=True)
     faulty.ignores_conditions = True
     root = f"s3://{moto_s3.bucket}/prefix"
     assert not S3Storage().creates_atomically(root)
@@ -351,7 +353,7 @@ def test_keys_that_were_rotated_in_their_file_are_read_again(
     rotate("NEW")
     faulty.plan(Fault.EXPIRED, method="PUT", containing="/2")
     put(f"{root}/2", b"")
-    assert [r.access_key for r in faulty.seen("PUT", "/prefix/") if "probe" not in r.path] == ["OLD", "OLD", "NEW"]
+    assert [r.access_key for r in faulty.seen("PUT", "/prefix/")] == ["OLD", "OLD", "NEW"]
     faulty.plan(Fault.EXPIRED, times=100)
     with pytest.raises(S3Error, match=r"(?s)ExpiredToken.*Get new credentials"):
         put(f"{root}/3", b"")

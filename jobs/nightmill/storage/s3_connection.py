@@ -4,6 +4,7 @@ botocore's own retries are off. They do not cover an answer that breaks off, the
 threads uses up within a second, and a conditional write must know of its earlier tries.
 """
 
+import functools
 import logging
 import os
 import random
@@ -141,12 +142,23 @@ def client_config(settings: S3Settings, **more: Any) -> Any:
     return Config(**(fields | more))
 
 
+@functools.cache
+def _loader() -> Any:
+    """S3's model, parsed once for all clients."""
+    import botocore.loaders
+
+    return botocore.loaders.create_loader()
+
+
 def _make(settings: S3Settings) -> Any:
     import boto3
+    import botocore.session
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = boto3.session.Session(region_name=settings.region)
+        core = botocore.session.Session()
+        core.register_component("data_loader", _loader())
+        session = boto3.session.Session(botocore_session=core, region_name=settings.region)
         region = session.region_name or ("us-east-1" if settings.endpoint_url else None)
         return session.client(
             "s3", endpoint_url=settings.endpoint_url, region_name=region, config=client_config(settings)
