@@ -62,6 +62,7 @@ def test_case_I082_a_drain_finishes_what_runs_and_nothing_is_computed_twice(flee
     assert second.process.poll() is None
 
 
+@pytest.mark.long
 def test_a_second_signal_stops_at_once(fleet: FleetBench) -> None:
     worker = fleet.start({"step_s": 0.1}, "--grace", "3600")
     job = fleet.submit("in", 64, shard_rows=64, max_tokens=200)
