@@ -7,6 +7,7 @@ from nightmill.states import Tier
 from nightmill.tier_weights import TierWeights
 from nightmill_worker.engine.growth import Candidate, GrowthRound, Holders, Margin, grid, reserve_pages
 from nightmill_worker.engine.length_model import LengthDistribution
+from nightmill_worker.engine.survival_tables import SurvivalTables
 
 
 def holders(rows, known=True):
@@ -30,7 +31,8 @@ def replay(rows, page_size):
 
 
 def begin(running, model=None, *, page_size=16, shared=0, z=1.5, horizon=1000):
-    return GrowthRound(page_size, running, [model] if model else [], shared_pages=shared, z=z, grid=grid(horizon))
+    tables = SurvivalTables([model] if model else [])
+    return GrowthRound(page_size, running, tables, shared_pages=shared, z=z, grid=grid(horizon))
 
 
 def admit(running, candidates, model=None, *, known=True, limit, slots=1000, **options):

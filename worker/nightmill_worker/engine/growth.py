@@ -8,7 +8,6 @@ Step k counts from the coming step, 0. A sequence of n tokens (prompt and genera
 yet holds pages for n + k tokens in step k, as long as k < what it has still to generate.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from nightmill.states import Tier
 from nightmill.tier_weights import TierWeights
-from nightmill_worker.engine.length_model import LengthDistribution
+from nightmill_worker.engine.survival_tables import SurvivalTables
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -121,7 +120,7 @@ class GrowthRound:
         self,
         page_size: int,
         running: Holders,
-        distributions: Sequence[LengthDistribution],
+        survival: SurvivalTables,
         *,
         shared_pages: int,
         z: float,
@@ -133,14 +132,14 @@ class GrowthRound:
         Args:
             page_size: Tokens.
             running: What holds pages.
-            distributions: Of the lengths that are not known.
+            survival: Of the lengths that are not known.
             shared_pages: With more than one holder, counted for as long as anything runs.
             z: Standard deviations that stay free.
             grid: Of `grid()`.
             hint: `worst` of the round before.
         """
         self._page_size = page_size
-        self._distributions = distributions
+        self._survival = survival
         self._z = z
         self._shared_pages = shared_pages
         known = running.is_known
@@ -249,8 +248,9 @@ class GrowthRound:
         if candidate.is_known:
             alive = (candidate.remaining > points).astype(np.float64)
         else:
-            generated, limit = np.array([candidate.generated]), np.array([candidate.limit])
-            alive = self._distributions[candidate.distribution].alive_after(generated, points, limit)[0]
+            fields = (candidate.distribution, candidate.generated, candidate.limit)
+            index, generated, limit = np.array(fields, np.int64).reshape(3, 1)
+            alive = self._survival.alive_after(index, generated, points, limit)[0]
         pages = (candidate.own_tokens + points + (self._page_size - 1)) // self._page_size
         if candidate.lent_pages:
             pages = pages + candidate.lent_pages * (points >= candidate.lender_ends)
@@ -259,10 +259,7 @@ class GrowthRound:
 
     def _pages_of_unknown(self, points: Ints) -> tuple[Floats, Floats]:
         holders = self._unknown
-        alive = np.empty((len(holders.limits), len(points)))
-        for index in np.unique(holders.distribution).tolist():
-            rows = np.flatnonzero(holders.distribution == index)
-            alive[rows] = self._distributions[index].alive_after(holders.generated[rows], points, holders.limits[rows])
+        alive = self._survival.alive_after(holders.distribution, holders.generated, points, holders.limits)
         pages = (holders.own_tokens[:, None] + points[None, :] + (self._page_size - 1)) // self._page_size
         expected = alive * pages
         # A sequence holds `pages` with chance `alive` and nothing otherwise.

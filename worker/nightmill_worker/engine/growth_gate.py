@@ -12,6 +12,7 @@ from nightmill_worker.engine.request import FinishReason
 from nightmill_worker.engine.residency import Match
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.sequence import Sequence
+from nightmill_worker.engine.survival_tables import SurvivalTables
 
 _FIT_STEPS = 64
 """Running sequences get longer without anybody ending: look again after so many steps."""
@@ -33,6 +34,7 @@ class GrowthGate:
         self._lengths = lengths
         self._grid = grid(options.max_model_len)
         self._distributions: list[LengthDistribution] = []
+        self._survival = SurvivalTables(self._distributions)
         self._index: dict[tuple[str, str], int] = {}
         self._distribution_of_row = np.zeros(options.max_num_seqs, np.int64)
         self._is_known = np.zeros(options.max_num_seqs, np.bool_)
@@ -154,7 +156,7 @@ class GrowthGate:
         return GrowthRound(
             pool.page_size,
             holders,
-            self._distributions,
+            self._survival,
             shared_pages=num_shared + slack,
             z=self.margin.z,
             grid=self._grid,

@@ -5,6 +5,7 @@ ended there over the number that got there. The prior is min(max_tokens, 256) on
 (`ignore_eos`) need no model.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +25,9 @@ _BUCKET_GROWTH = 1.12
 _REFIT_GROWTH = 1.0 / 16
 
 
+_versions = itertools.count()
+
+
 @dataclass(frozen=True, slots=True)
 class Remaining:
     """What sequences still have to generate, one element each, in tokens."""
@@ -38,6 +42,8 @@ class LengthDistribution:
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens`: the longest answer anyone may give; `grow` raises it."""
         self.num_finished = 0
+        self.version = next(_versions)
+        """Another number whenever the table is another one, of all distributions."""
         self._weight = 0.0  # of the finished rows, after fading
         self._refit_at = 0.0
         self._grow_to(max_tokens)
@@ -77,6 +83,7 @@ class LengthDistribution:
 
     def fit(self, running: Ints) -> None:
         """Recompute the table from finished rows and the running ones' generated tokens (right-censored)."""
+        self.version = next(_versions)
         reached = self._at_risk_finished.copy()
         np.add.at(reached, np.minimum(running, self.max_tokens), 1.0)
         # Tokens u = 1..max: how many rows lived to draw their u-th token.

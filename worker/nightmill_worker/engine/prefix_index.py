@@ -66,6 +66,7 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        self._refcount = memoryview(pool.refcount.data)  # single elements are read faster through it
         self._nodes: dict[tuple[int, tuple[int, ...]], Node] = {}
         self._node_of_page: dict[int, Node] = {}
         self._next_uid = 1
@@ -174,7 +175,7 @@ class PrefixIndex:
         return (node.wanted, node.last_used, -node.depth)
 
     def _is_evictable(self, node: Node) -> bool:
-        return node.page != NULL_PAGE and node.num_resident_children == 0 and self._pool.refcount[node.page] == 0
+        return node.page != NULL_PAGE and node.num_resident_children == 0 and self._refcount[node.page] == 0
 
     def _is_current(self, entry: Entry) -> bool:
         return self._is_evictable(entry[2]) and entry[0] == self._eviction_key(entry[2])
