@@ -23,6 +23,7 @@ from torch import Tensor
 from nightmill_kernels.backend import active_isa, use_isa
 from nightmill_kernels.cpu.isa import available_isas
 from nightmill_kernels.paged_attention import AttentionMetadata, PrefixGroups, paged_attention
+from nightmill_worker.model.pool import zeroed_on_touch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
 BATCH, SHARED_TOKENS, CHUNK, LAYERS = 64, 384, 512, 8
@@ -71,7 +72,10 @@ def prefill_case(dtype: torch.dtype, past: int) -> Case:
 
 def _case(starts: Tensor, contexts: Tensor, tables: Tensor, pages: int, longest: int, dtype: torch.dtype) -> Case:
     shape = (pages, KV_HEADS, PAGE_SIZE, HEAD_DIM)
-    pools = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(LAYERS)]
+    pages = zeroed_on_touch((LAYERS, 2, *shape), dtype)  # in huge pages where there are any, as the engine's pool
+    for layer in pages.flatten(0, 1):
+        layer.copy_(torch.randn(shape))
+    pools = [(layer[0], layer[1]) for layer in pages]
     meta = AttentionMetadata(query_starts=starts, context_lens=contexts, page_tables=tables, max_query_len=longest)
     lengths = (starts[1:] - starts[:-1]).long()
     visible = int((lengths * contexts - lengths * (lengths - 1) // 2).sum())

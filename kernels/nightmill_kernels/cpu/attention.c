@@ -42,12 +42,17 @@ static int num_segments(const struct tile *tile) {
   return tile->high <= tile->low ? 0 : (tile->high - 1) / SEGMENT - tile->low / SEGMENT + 1;
 }
 
-static void run_part(const struct work *work, const struct part *part) {
+static int first_block(const struct tile *tile) { return larger(tile->resume, tile->low / KEYS * KEYS); }
+
+static void run_part(const struct work *work, const struct part *part, const struct part *following) {
   const struct nm_attention *call = work->call;
   const struct tile *tile = work->tiles + part->tile;
   struct scratch *s = &thread_scratch;
   __asm__("" : "+r"(s));  // else the compiler looks the thread's address up again in the innermost loops
   const int rows = tile->count * (call->heads / call->kv_heads), dim = call->head_dim;
+  s->ahead = following ? work->tiles + following->tile : NULL;
+  if (following)
+    s->ahead_key = following->segment == ALL_SEGMENTS ? first_block(s->ahead) : following->segment * SEGMENT;
   load_queries(call, tile, s);
   if (part->segment != ALL_SEGMENTS) {
     segment_of(call, tile, s, sums_at(work->partials + part->partial, rows, dim), part->segment);
@@ -70,13 +75,7 @@ static void run_part(const struct work *work, const struct part *part) {
 static void run_parts(int64_t first, int64_t last, void *data) {
   const struct work *work = data;
   for (int64_t i = first; i < last; i++) {
-    if (i + 1 < last) {
-      const struct part *next = work->parts + i + 1;
-      const struct tile *tile = work->tiles + next->tile;
-      const int first = larger(tile->resume, tile->low / KEYS * KEYS);
-      prefetch(work->call, tile, next->segment == ALL_SEGMENTS ? first : next->segment * SEGMENT);
-    }
-    run_part(work, work->parts + i);
+    run_part(work, work->parts + i, i + 1 < last ? work->parts + i + 1 : NULL);
   }
 }
 

@@ -59,6 +59,7 @@ static void run_group(const struct nm_attention *call, const struct tile *tile, 
   const int heads = call->heads / call->kv_heads, rows = tile->count * heads, dim = call->head_dim;
   struct sums mine[2], its[2];
   sums_of_scratch(s, mine);
+  s->ahead = NULL;
   load_queries(call, tile, s);
   segment_of(call, tile, s, mine[0], 0);
   for (int segment = 1; segment * SEGMENT < tile->high; segment++) {

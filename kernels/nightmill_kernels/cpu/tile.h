@@ -34,6 +34,8 @@ struct scratch {
   uint16_t weights[STRIP * KEYS];
   float gathered[2][GROUP * MAX_HEAD_DIM];  // K and V of a group that is not in one piece
   int32_t low[MAX_ROWS], high[MAX_ROWS];  // keys [low, high) are visible to the row
+  const struct tile *ahead;  // NULL, or the tile this thread computes next, from key `ahead_key` on
+  int32_t ahead_key;
 };
 
 // One per thread for the life of the thread: no allocation and no page faults in a call.
@@ -148,11 +150,11 @@ static int64_t locate(const struct nm_attention *call, const struct tile *tile, 
   return (id * call->pool_stride + ((int64_t)tile->kv_head * call->page_size + offset) * call->head_dim) * size;
 }
 
-// Pages lie anywhere, so the hardware cannot guess the next ones: ask for them while this block is being computed.
-static void prefetch(const struct nm_attention *call, const struct tile *tile, int block) {
+// Pages lie anywhere, so the hardware cannot guess the next ones: ask for `count` keys while others are being computed.
+static void prefetch(const struct nm_attention *call, const struct tile *tile, int first, int count) {
   const int64_t row = call->head_dim * (call->dtype == NM_BF16 ? 2 : 4);
-  const int last = smaller(tile->high, block + KEYS);
-  for (int key = larger(tile->low, block), run; key < last; key += run) {
+  const int last = smaller(tile->high, first + count);
+  for (int key = larger(tile->low, first), run; key < last; key += run) {
     const int64_t at = locate(call, tile, key, &run);
     run = smaller(run, last - key);
     for (int64_t byte = 0; byte < run * row; byte += 64) {
@@ -188,8 +190,11 @@ INLINE void block_in(const struct nm_attention *call, const struct tile *tile, s
   const int width = smaller(KEYS, (tile->high - block + GROUP - 1) / GROUP * GROUP), dim = call->head_dim;
   const int in_place = pair && rows <= STRIP && dim % 64 == 0;
   const void *values[KEYS / GROUP];
-  prefetch(call, tile, block + KEYS);
+  const int has_next = block + KEYS < tile->high;
+  const struct tile *next = has_next ? tile : s->ahead;
   for (int i = 0; i < width; i += GROUP) {
+    // A bit at a time: a processor keeps few requests to memory open, and stands still while there are more.
+    if (next) prefetch(call, next, (has_next ? block + KEYS : s->ahead_key) + i, GROUP);
     const void *found[2];
     // V that stays in place does not need its scratch: gathered groups go there.
     void *const spare[2] = {s->gathered[0], in_place ? (void *)(s->v + (int64_t)i * MAX_HEAD_DIM) : s->gathered[1]};
