@@ -62,6 +62,18 @@ def test_high_on_an_engine_full_of_low_starts_in_the_next_step(make_request, pro
     assert all(answer.error is None for answer in answers.values())
 
 
+def test_one_high_request_takes_as_many_victims_as_it_needs_at_once(make_drill, make_request):
+    """A step takes a fourth of the slots, two here, but does not stop half way for one request."""
+    drill = make_drill(num_pages=61, page_size=4, max_num_seqs=8)
+    drill.add(*(make_request(i, 24, max_tokens=60, tier=LOW) for i in range(8)))
+    drill.step()
+    drill.add(make_request(100, 100, max_tokens=10, tier=HIGH))
+    drill.step()
+    assert 100 in running(drill)
+    assert drill.loop.stats().preemptions_tier > 2
+    drill.drain()
+
+
 def flood(drill, make_request, *, num_steps, low=LOW):
     """Endless short urgent work on top of endless work of a lower tier: tokens computed for each."""
     total = booked(drill)
