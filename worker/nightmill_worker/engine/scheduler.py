@@ -229,9 +229,7 @@ class Scheduler:
         table = self._table
         if self._is_static:
             return False
-        if draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR) and (
-            draft.taker is not taker or num_pages <= 0
-        ):
+        if draft.taker is not taker and draft.num_taken >= max(1, len(table.sequences) // _VICTIM_DIVISOR):
             return False
         lowest = int(table.order[table.rows()].max(initial=0)) >> ORDER_BITS
         ranks = [r for r in range(lowest, rank, -1) if self._shares.may_preempt(_TIERS[rank], _TIERS[r])]
