@@ -84,6 +84,7 @@ class LengthDistribution:
     def fit(self, running: Ints) -> None:
         """Recompute the table from finished rows and the running ones' generated tokens (right-censored)."""
         self.version = next(_versions)
+        self._expected: dict[int, int] = {}  # by max_tokens, of this fit
         reached = self._at_risk_finished.copy()
         np.add.at(reached, np.minimum(running, self.max_tokens), 1.0)
         # Tokens u = 1..max: how many rows lived to draw their u-th token.
@@ -117,6 +118,15 @@ class LengthDistribution:
         # E[R²] = Σ (2(u − start) + 1)·P(R > u − start).
         square = (2.0 * (moment - start * total) + total) / alive
         return Remaining(mean, np.maximum(square - mean * mean, 0.0))
+
+    def expected(self, max_tokens: int) -> int:
+        """Mean length of an answer not yet begun, in whole tokens, ≥ 1. Asked for each request that comes."""
+        found = self._expected.get(max_tokens)
+        if found is None:
+            fresh = np.zeros(1, np.int64)
+            found = max(1, round(float(self.remaining(fresh, fresh + max_tokens).mean[0])))
+            self._expected[max_tokens] = found
+        return found
 
     def alive_after(self, generated: Ints, steps: Ints, limits: Ints) -> Floats:
         """P(still running after `steps` more tokens), [sequences, steps]; 1 at 0 steps, 0 from the limit on."""
@@ -156,9 +166,7 @@ class LengthModel:
 
     def expected(self, job_id: str, tier: str, max_tokens: int) -> int:
         """Predicted length of an answer not yet begun, in tokens, ≥ 1."""
-        fresh = np.zeros(1, np.int64)
-        distribution = self.distribution(job_id, tier, max_tokens)
-        return max(1, round(float(distribution.remaining(fresh, fresh + max_tokens).mean[0])))
+        return self.distribution(job_id, tier, max_tokens).expected(max_tokens)
 
     def forget_job(self, job_id: str) -> None:
         """Drop what is known of a job that is over."""
