@@ -20,6 +20,7 @@ from nightmill.failpoint import failpoint
 from nightmill.records import JobInfo, ModelSpec
 from nightmill.states import Tier
 from nightmill.store import Store
+from nightmill_worker.appetite import Appetite
 from nightmill_worker.drain import Drain
 from nightmill_worker.error_budget import ErrorBudget
 from nightmill_worker.fleet_jobs import JobBook, JobPauses
@@ -30,7 +31,7 @@ from nightmill_worker.slots import Slot, TierSlots
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 3.0  # between looks into the store that found nothing; jittered, so that workers do not look in step
+LOOK_S = 3.0  # between looks into the store that found no more; jittered, so that workers do not look in step
 CHOICES = 8  # shards of a job to choose from: workers that look at once should not all want the same one
 
 
@@ -80,6 +81,8 @@ class Fleet:
         self._bells: set[int] = set()  # shards whose bell is being answered
         self._bells_lock = threading.Lock()
         self._look_at = 0.0
+        self._more_is_there = False  # the last look left shards where they are: it had enough
+        self._appetite = Appetite()
         self.ends: Counter[str] = Counter()  # attempts, by how they ended
         self.bell_ends: Counter[tuple[Tier, BellEnd]] = Counter()
         self.turned_at = time.monotonic()
@@ -174,7 +177,9 @@ class Fleet:
         self._look_at_budgets()
         if self._host.wanted is not None and not self.active_jobs:
             self._switch()
-        if self._has_place() and time.monotonic() >= self._look_at:
+        self._note_rate()
+        is_due = time.monotonic() >= self._look_at or (self._more_is_there and self._is_hungry)
+        if is_due and self._has_place():
             self._look_at = time.monotonic()  # something found: look again as soon as there is a place
             if not self._look():
                 self._look_at += LOOK_S * random.uniform(0.7, 1.3)
@@ -253,12 +258,18 @@ class Fleet:
         serving = self._host.serving
         if serving is None:
             return False
-        limits = serving.session.limits
-        return serving.crew.rows_ahead < min(limits.max_requests, 4 * limits.min_requests)
+        crew = serving.crew
+        return crew.rows_ahead < self._appetite.rows_wanted(serving.session.limits, crew.start_s)
+
+    def _note_rate(self) -> None:
+        serving = self._host.serving
+        if serving is not None:
+            self._appetite.note(serving.crew.rows_run)
 
     def _look(self) -> bool:
         """Take shards from the store while there is room; True when one was taken."""
         serving = self._host.serving
+        self._more_is_there = False
         try:
             candidates, others = self._candidates(serving)
             if others and not candidates and not self.active_jobs:
@@ -295,6 +306,7 @@ class Fleet:
         while jobs and len(serving.crew.active) < MAX_SHARDS:
             slot = self._slots.ask(tier) or (self._slots.extra(tier) if self._is_hungry else None)
             if slot is None:
+                self._more_is_there = True
                 break
             at_work = self.active_jobs
             job = min(jobs, key=lambda job: at_work[job.job_id])

@@ -90,6 +90,7 @@ class ShardRun:
         self.lease = lease
         self.progress = ShardProgress(attempt=lease.attempt)
         self.is_reading = True  # more rows will be offered
+        self.start_s: float | None = None  # until the first row was there for the engine
         self.rows_resumed = 0
         self.rows_recomputed = 0
         self._context = context
@@ -104,7 +105,7 @@ class ShardRun:
             context.storage, context.folder.work, lease.range.index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS
         )
         self._mark = InflightMark(context.storage, context.folder, lease.range.index)
-        self._flushed_at = time.monotonic()
+        self._began_at = self._flushed_at = time.monotonic()
         self._unflushed: list[int] = []  # row indices that the writer holds
         self._name = f"shard {lease.range.index} of {lease.job_id}"
 
@@ -236,6 +237,8 @@ class ShardRun:
             if not exhausted and has_room and not self._drain.requested:
                 batch = next(batches, None)
                 exhausted = batch is None
+                if self.start_s is None:
+                    self.start_s = time.monotonic() - self._began_at
                 self._offer(mailbox, batch or [])
             self.is_reading = not (exhausted and last)
             may_offer = careful is None and not exhausted and not self._drain.requested

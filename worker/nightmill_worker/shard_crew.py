@@ -1,8 +1,9 @@
 """The shards that this process works on at once, of any job, each on its own thread, all feeding one engine."""
 
 import logging
+import statistics
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from nightmill_worker.supervisor import EngineSupervisor
 log = logging.getLogger(__name__)
 
 MAX_SHARDS = 32  # at once: each costs a thread, and the memory of the part that it writes in the end
+STARTS = 16  # of shards: how long they took is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class ShardCrew:
         self._ended: list[EndedShard] = []
         self._somebody_ended = threading.Event()
         self._past: Counter[str] = Counter()
+        self._starts_s: deque[float] = deque(maxlen=STARTS)
 
     def start(self, lease: ShardLease, context: JobContext, on_end: Callable[[], None] | None = None) -> ShardRun:
         """Begin an attempt.
@@ -82,6 +85,18 @@ class ShardCrew:
             run.lease.range.num_rows - run.progress.rows_completed - run.progress.rows_failed for run in self.active
         )
 
+    @property
+    def rows_run(self) -> int:
+        """Rows that have got their answer here."""
+        counts = self.counts
+        return counts["completed"] + counts["failed"] - counts["resumed"]
+
+    @property
+    def start_s(self) -> float:
+        """From the begin of an attempt to its first row for the engine, of the last ones; 0: not known yet."""
+        with self._lock:
+            return statistics.median(self._starts_s) if self._starts_s else 0.0
+
     def gather(self) -> list[EndedShard]:
         """Attempts that have ended since the last call."""
         with self._lock:
@@ -121,6 +136,8 @@ class ShardCrew:
         self._heartbeat.drop(run)
         with self._lock:
             self._past.update(_counts(run))
+            if run.start_s is not None:
+                self._starts_s.append(run.start_s)
             del self._active[threading.current_thread()]
             self._ended.append(EndedShard(run, end, failure))
         if on_end is not None:

@@ -38,6 +38,8 @@ class StillCrew:
     active: list[HeldShard] = field(default_factory=list)
     contexts_fail_with: Exception | None = None
     solitude: Solitude = field(default_factory=Solitude)
+    start_s: float = 0.0
+    rows_run: int = 0
 
     def start(self, lease: ShardLease, context: object, on_end: Callable[[], None]) -> None:
         self.active.append(HeldShard(lease, on_end, ShardProgress(attempt=lease.attempt)))
@@ -273,6 +275,27 @@ def test_a_hungry_engine_gets_more_shards_than_slots(make_place: Callable[..., P
     wanted = min(limits.max_requests, 4 * limits.min_requests)
     assert wanted <= place.crew.rows_ahead < wanted + 10
     assert place.slots.used[Tier.NORMAL] == len(place.crew.active)
+
+
+def test_what_the_engine_has_had_enough_of_is_taken_the_moment_it_is_hungry(make_place: Callable[..., Place]) -> None:
+    place = make_place({Tier.NORMAL: 1})
+    place.shards(30)
+    place.fleet.turn()
+    place.fleet.turn()  # takes nothing: all slots are used, and there is enough
+    enough = place.crew.rows_ahead
+    place.crew.end_all()
+    place.fleet.turn()  # and not three seconds later
+    assert place.crew.rows_ahead == enough
+
+
+def test_what_was_not_there_is_not_looked_for_in_every_turn(make_place: Callable[..., Place]) -> None:
+    place = make_place({Tier.NORMAL: 1})
+    place.shards(1)
+    place.fleet.turn()
+    place.fleet.turn()  # hungry, and nothing there
+    place.shards(30)
+    place.fleet.turn()
+    assert len(place.crew.active) == 1
 
 
 def test_while_a_shard_searches_alone_no_other_one_is_taken(make_place: Callable[..., Place]) -> None:
