@@ -100,7 +100,8 @@ def test_case_I022_kill_9_and_run_again(bench: Bench, point: str, expected: list
     assert (bench.output / "_SUCCESS").exists()
 
 
-@pytest.mark.parametrize("name", get_args(FailpointName))
+# An embedded run rings nobody: the relay's point is reached in tests/integration/test_janitor_sweeps.py.
+@pytest.mark.parametrize("name", [name for name in get_args(FailpointName) if name != "after_publish"])
 def test_case_I023_die_in_each_crash_window(bench: Bench, name: str, expected: list[tuple[Any, ...]]) -> None:
     bench.write(ROWS)
     command = bench.run_arguments("{}", "--in-process")
