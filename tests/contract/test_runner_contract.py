@@ -136,6 +136,15 @@ def test_a_token_for_each_row_that_draws_in_its_order(driver: PagedDriver) -> No
     assert 0 <= output.tokens.min() <= output.tokens.max() < VOCAB_SIZE
 
 
+def test_rows_may_draw_in_any_order(driver: PagedDriver) -> None:
+    prompts = [PROMPT, OTHER, [4, 9]]
+    plan = drawing(driver.plan([(computed(driver, tokens), 1) for tokens in prompts]), [GREEDY] * 3)
+    names = (field.name for field in fields(plan.sample))
+    turned = {name: v[::-1].copy() for name in names if isinstance(v := getattr(plan.sample, name), np.ndarray)}
+    output = run(driver.runner, replace(plan, sample=replace(plan.sample, **turned)))
+    assert_same(seen(output), [alone(driver.runner, tokens) for tokens in prompts[::-1]])
+
+
 def test_a_step_that_draws_nothing(driver: PagedDriver) -> None:
     sequence = driver.add(PROMPT)
     output = run(driver.runner, driver.plan([(sequence, 3)]))

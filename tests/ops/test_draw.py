@@ -14,6 +14,7 @@ from nightmill_kernels.backend import use_isa
 from nightmill_kernels.cpu.isa import REFERENCE
 from nightmill_kernels.draw import MAX_VOCAB, DrawRows, draw
 from nightmill_kernels.reference import elementary
+from nightmill_kernels.reference.philox import gumbel_row
 
 KINDS = [  # temperature, min_p, top_k, top_p
     (0.0, 0.0, 0, 1.0),
@@ -80,10 +81,18 @@ def test_bfloat16_logits_tie_a_lot(c_isa, scale):
     assert draw(logits.float(), rows).tolist() == reference(logits, rows).tolist()
 
 
+@pytest.mark.parametrize("vocab", [3, 64, 131])
+def test_noise_is_the_references_to_the_last_bit(c_isa, vocab):
+    """Logits that level the noise out: a last bit anywhere decides who wins."""
+    rows = rows_of(4000, kinds=[(1.0, 0.0, 0, 1.0)])
+    noise = gumbel_row(rows.seed, rows.position, vocab)
+    logits = noise.amax(dim=-1, keepdim=True) - noise
+    assert draw(logits, rows).tolist() == reference(logits, rows).tolist()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("scale", [0.3, 2.0, 5.0])
-def test_a_million_draws_are_the_references(scale):
-    """Every noise value, not only the winners', is compared by drawing from flat and steep rows of the demo's size."""
+def test_many_draws_are_the_references(scale):
     for seed in range(20):
         logits, rows = logits_of(512, 2003, scale=scale, seed=seed), rows_of(512, seed=seed)
         assert torch.equal(draw(logits, rows), reference(logits, rows))
