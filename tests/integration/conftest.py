@@ -91,6 +91,15 @@ class Bench:
     def settings(self) -> Settings:
         return Settings.from_env({"HOME": str(self.path), "NIGHTMILL_HOME": str(self.path / "home")})
 
+    @property
+    def _journal(self) -> Path:
+        return self.path / "steps"
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that engines of spawned processes have begun."""
+        return self._journal.stat().st_size if self._journal.exists() else 0
+
     def spawn(self, *arguments: str, wrapper: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
         """The command line as a process of its own."""
         return subprocess.Popen(
@@ -103,6 +112,7 @@ class Bench:
                 "PYTHONPATH": str(ROOT),
                 "FAKE_TOKENIZER": str(self.tokenizer_dir),
                 "NIGHTMILL_HOME": str(self.path / "home"),
+                "FAKE_JOURNAL": str(self._journal),
                 **self.environment,
                 **environment,
             },

@@ -41,12 +41,13 @@ def fake_model(spec: ModelSpec, tokenizer_dir: Path) -> LoadedModel:
     fields["traps"] = {int(token): what for token, what in fields.get("traps", {}).items()}
     if "deaths_dir" in fields:
         fields["deaths_dir"] = Path(fields["deaths_dir"])
+    journal = os.environ.get("FAKE_JOURNAL")  # not in the name, which is part of the job's specification
     return LoadedModel(
         name="fake",
         digest="fake-digest",
         directory=tokenizer_dir,
         tokenizer=Tokenizer.load(tokenizer_dir),
-        runner_config=ScriptedConfig(vocab_size=VOCAB, **fields),
+        runner_config=ScriptedConfig(vocab_size=VOCAB, journal=Path(journal) if journal else None, **fields),
     )
 
 

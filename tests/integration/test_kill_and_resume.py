@@ -24,6 +24,8 @@ from nightmill_worker.shard import CHECKPOINT_ROWS
 ROWS = 600
 IN_FLIGHT = 16  # --max-num-seqs of Bench: those that have started; thousands more may wait in the engine
 SLOW = '{"step_s": 0.01}'
+SLOWER = '{"step_s": 0.05}'
+MIDWAY = 30  # steps: some 80 rows have finished, and nearly 200 steps are left
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +149,9 @@ def test_checkpointed_rows_of_an_open_shard_are_not_computed_again(bench: Bench)
 
 def test_ctrl_c_once_drains_and_keeps_everything_finished(bench: Bench, expected: list[tuple[Any, ...]]) -> None:
     bench.write(ROWS)
-    command = bench.run_arguments(SLOW)
+    command = bench.run_arguments(SLOWER)
     with bench.spawn(*command) as process:
-        wait_until(lambda: len(parts(bench)) >= 2, process)
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the engine gets it too
         ended = finish(process)
     assert ended.code == 130
@@ -159,6 +161,7 @@ def test_ctrl_c_once_drains_and_keeps_everything_finished(bench: Bench, expected
     again = summary(bench.call(*command))
     # Nothing was in the engine when it stopped, so nothing is computed twice.
     assert again["rows_recomputed"] == 0
+    assert again["rows_resumed"] >= IN_FLIGHT
     assert answers(bench.rows()) == expected
     assert {path: parts(bench)[path] for path in before} == before
 
@@ -166,7 +169,7 @@ def test_ctrl_c_once_drains_and_keeps_everything_finished(bench: Bench, expected
 def test_a_drain_that_finds_everything_finished_finishes_the_job(bench: Bench) -> None:
     bench.write(8)
     with bench.spawn(*bench.run_arguments('{"step_s": 0.3}')) as process:
-        wait_until(lambda: list(bench.output.glob("_nightmill/*/shard-*/inflight.json")), process)
+        wait_until(lambda: bench.num_steps, process)
         process.send_signal(signal.SIGINT)
         ended = finish(process)
     assert summary(ended)["rows_ok"] == 8
@@ -194,8 +197,8 @@ def test_closed_standard_descriptors_get_no_files_of_ours(bench: Bench) -> None:
 
 def test_sigterm_drains_too(bench: Bench) -> None:
     bench.write(ROWS)
-    with bench.spawn(*bench.run_arguments(SLOW)) as process:
-        wait_until(lambda: len(parts(bench)) >= 1, process)
+    with bench.spawn(*bench.run_arguments(SLOWER)) as process:
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         process.terminate()
         assert finish(process).code == 143
 
@@ -205,7 +208,7 @@ def test_ctrl_c_twice_stops_at_once(bench: Bench) -> None:
     bench.write(ROWS)
     slow = ["--max-tokens", "200"]
     with bench.spawn(*bench.run_arguments('{"step_s": 0.1}'), *slow) as process:
-        wait_until(lambda: list(bench.output.glob("_nightmill/*/shard-*/inflight.json")), process)
+        wait_until(lambda: bench.num_steps, process)
         started = time.monotonic()
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)  # two keystrokes, not one
@@ -227,8 +230,8 @@ def test_ctrl_c_while_loading_ends_at_once(bench: Bench) -> None:
 
 def test_case_I060_an_engine_killed_from_outside_is_replaced(bench: Bench, expected: list[tuple[Any, ...]]) -> None:
     bench.write(ROWS)
-    with bench.spawn(*bench.run_arguments(SLOW)) as process:
-        wait_until(lambda: len(parts(bench)) >= 1, process)
+    with bench.spawn(*bench.run_arguments(SLOWER)) as process:
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         engine = max(children(process), key=lambda child: child.memory_info().rss)
         engine.kill()
         ended = finish(process)
@@ -254,9 +257,9 @@ def test_case_I062_a_row_that_takes_the_whole_process_along_is_found(bench: Benc
 
 def test_after_kill_9_the_output_may_be_removed_and_the_job_begun_anew(bench: Bench) -> None:
     bench.write(ROWS)
-    command = bench.run_arguments(SLOW)
+    command = bench.run_arguments(SLOWER)
     with bench.spawn(*command) as process:
-        wait_until(lambda: len(parts(bench)) >= 1, process)
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         process.kill()
         finish(process)
     shutil.rmtree(bench.output)
@@ -277,8 +280,8 @@ def test_two_runs_of_one_job_share_it(bench: Bench, expected: list[tuple[Any, ..
 
 def test_case_I031_cancel_from_another_process(bench: Bench) -> None:
     bench.write(ROWS)
-    with bench.spawn(*bench.run_arguments('{"step_s": 0.05}')) as process:
-        wait_until(lambda: len(parts(bench)) >= 1, process)
+    with bench.spawn(*bench.run_arguments(SLOWER)) as process:
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         assert bench.call("cancel", str(bench.output)).code == 0
         ended = finish(process)
     assert ended.code == 6
@@ -296,8 +299,8 @@ def test_case_I031_cancel_from_another_process(bench: Bench) -> None:
 
 def test_case_I028_cancel_without_an_owner(bench: Bench) -> None:
     bench.write(ROWS)
-    with bench.spawn(*bench.run_arguments(SLOW)) as process:
-        wait_until(lambda: len(parts(bench)) >= 1, process)
+    with bench.spawn(*bench.run_arguments(SLOWER)) as process:
+        wait_until(lambda: bench.num_steps >= MIDWAY, process)
         process.kill()
     bench.call("cancel", str(bench.output))
     status = json.loads(bench.call("status", "--json").out)

@@ -33,6 +33,7 @@ class ScriptedConfig:
     deaths_dir: Path | None = None  # a file for every death
     max_deaths: int | None = None  # no trap springs after so many (needs deaths_dir)
     die_every_step: bool = False
+    journal: Path | None = None  # grows by a byte with every step
 
     def build(self) -> "ScriptedRunner":
         """Make the runner, or fail as told."""
@@ -57,6 +58,9 @@ class ScriptedRunner:
         self.max_model_len = config.max_model_len
 
     def run(self, plan: StepPlan) -> StepOutput:
+        if self._config.journal is not None:
+            with self._config.journal.open("ab") as journal:
+                journal.write(b".")
         if self._config.step_s:
             time.sleep(self._config.step_s)
         sprung = plan.token_ids[np.isin(plan.token_ids, self._traps)] if len(self._traps) else ()
