@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from nightmill.errors import EngineError, NightmillError
+from nightmill_worker.engine.flight import FlightRecorder
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.request import Finished
 from nightmill_worker.wire import (
     Cancel,
+    CancelJob,
     Command,
     EngineInfo,
     EngineSetup,
@@ -55,6 +57,8 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
         if isinstance(runner, KnowsItsContext):
             options = replace(options, max_model_len=min(options.max_model_len, runner.max_model_len))
         loop = EngineLoop(runner, options, _detokenizer(setup.tokenizer_dir))
+        if setup.flight_path is not None:
+            loop.flight = FlightRecorder(setup.flight_path, loop.table, loop.queue, loop.pool)
         info = EngineInfo(
             pool=runner.pool,
             vocab_size=runner.vocab_size,
@@ -103,6 +107,7 @@ class _Serving:
         self._watchdog = watchdog
         self._finished: list[Finished] = []
         self._reported_at = 0.0
+        self._worked_out_at = 0.0  # what each job has had
         self._more_follow = False
         loop.on_start = self._tell_started
 
@@ -138,6 +143,8 @@ class _Serving:
                 self._more_follow = more_follow
             case Cancel(request_ids):
                 self._loop.cancel(request_ids)
+            case CancelJob(job_id):
+                self._loop.cancel_job(job_id)
             case Recall():
                 self._loop.recall()
 
@@ -151,9 +158,12 @@ class _Serving:
         self._outbox.send(report)
 
     def _report(self) -> None:
-        self._tell(Results(tuple(self._finished), self._loop.stats()))
-        self._finished.clear()
         self._reported_at = time.monotonic()
+        is_due = self._reported_at - self._worked_out_at > STATS_EVERY_S or not self._loop.has_work
+        if is_due:
+            self._worked_out_at = self._reported_at
+        self._tell(Results(tuple(self._finished), self._loop.stats(with_work=is_due)))
+        self._finished.clear()
 
 
 class _Watchdog:

@@ -26,11 +26,12 @@ MAX_JOBS = 20
 # What an engine has now; everything else of EngineStats is a total.
 _GAUGES = frozenset(
     {
-        *("running", "waiting", "parked", "swapped", "mean_batch"),
+        *("running", "waiting", "parked", "swapped", "mean_batch", "peak_pages", "predicted_peak_pages", "z"),
         *("host_pages_total", "host_pages_used"),
         *("pages_total", "pages_free", "pages_cached", "pages_active", "pages_in_flight"),
     }
 )
+_WORK_TOKENS = ("prompt", "cached", "computed", "recomputed", "generated")
 
 
 class WorkerCollector(Collector):  # type: ignore[misc]  # prometheus_client is not looked into
@@ -54,7 +55,9 @@ class WorkerCollector(Collector):  # type: ignore[misc]  # prometheus_client is 
         if serving is not None:
             yield from _jobs(serving.crew.active)
             yield from _feed(serving)
-            yield from _engine(serving.session.supervisor.stats())
+            stats = serving.session.supervisor.stats()
+            yield from engine_metrics(stats)
+            yield from work_metrics(stats)
 
     def _shards(self, serving: Serving | None) -> Iterator[Metric]:
         slots = GaugeMetricFamily("nightmill_slots", "Slots by tier and use.", labels=["tier", "state"])
@@ -114,19 +117,40 @@ def _feed(serving: Serving) -> Iterator[Metric]:
     yield rows
 
 
-def _engine(stats: Iterable[EngineStats]) -> Iterator[Metric]:
+def engine_metrics(stats: Iterable[EngineStats]) -> Iterator[Metric]:
     """EngineStats field by field: totals over all engines of the session, states of the living one."""
     known = list(stats)
     for field in fields(EngineStats):
         values = [getattr(one, field.name) for one in known]
         if not values or not all(isinstance(value, int | float) for value in values):
             continue
-        name = f"nightmill_engine_{re.sub('_s$', '_seconds', field.name)}"
+        name = f"nightmill_engine_{re.sub('_n?s$', '_seconds', field.name)}"
+        if field.name.endswith("_ns"):
+            values = [value * 1e-9 for value in values]
         text = f"EngineStats.{field.name}"
         if field.name in _GAUGES:
             yield GaugeMetricFamily(name, text, value=values[-1])
         else:
             yield CounterMetricFamily(name, text, value=sum(values))
+
+
+def work_metrics(stats: Iterable[EngineStats]) -> Iterator[Metric]:
+    """What jobs have had of the living engine: the MAX_JOBS that have most of its time, the others as `other`."""
+    had = [work for one in list(stats)[-1:] for work in one.work or ()]
+    most = {work.job_id for work in sorted(had, key=lambda work: -work.engine_ns)[:MAX_JOBS] if work.job_id}
+    sums: dict[tuple[str, str], list[float]] = {}
+    for work in had:
+        key = (work.job_id if work.job_id in most else "other", work.tier.value)
+        values = [work.engine_ns * 1e-9, *(float(getattr(work, f"{name}_tokens")) for name in _WORK_TOKENS)]
+        sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * len(values)), values, strict=True)]
+    seconds = GaugeMetricFamily("nightmill_job_engine_seconds", "WorkStats.engine_ns.", labels=["job", "tier"])
+    tokens = GaugeMetricFamily("nightmill_job_tokens", "Token counts of WorkStats.", labels=["job", "tier", "kind"])
+    for (job, tier), (engine_s, *counts) in sums.items():
+        seconds.add_metric([job, tier], engine_s)
+        for kind, count in zip(_WORK_TOKENS, counts, strict=True):
+            tokens.add_metric([job, tier, kind], count)
+    yield seconds
+    yield tokens
 
 
 class MetricsServer:

@@ -15,18 +15,21 @@ import signal
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nightmill.errors import EngineError, ModelError, NightmillError
+from nightmill_worker.engine.flight import describe_flight
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, Request
 from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.engine_process import engine_main
 from nightmill_worker.wire import (
     Cancel,
+    CancelJob,
     Command,
     EngineInfo,
     EngineSetup,
@@ -153,7 +156,10 @@ class EngineService:
         return self._outstanding
 
     def stats(self) -> EngineStats | None:
-        """The engine's counters as last reported (at least every 0.25 s while it works); None before the first."""
+        """The engine's counters as last reported (at least every 0.25 s while it works); None before the first.
+
+        `work`, what each job has had, may be 0.25 s older than the rest while the engine works.
+        """
         return self._stats
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -194,6 +200,10 @@ class EngineService:
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End these requests now. Each comes back through `poll` once, with ABORT unless it had just ended."""
         self._send(Cancel(tuple(request_ids)))
+
+    def cancel_job(self, job_id: str) -> None:
+        """The same for all requests of a job that were submitted before."""
+        self._send(CancelJob(job_id))
 
     def poll(self, timeout_s: float) -> list[Finished]:
         """Sequences that ended since the last call; waits up to `timeout_s` for one. Empty when none did.
@@ -243,6 +253,8 @@ class EngineService:
         atexit.unregister(self._kill)
         if self._setup.dump_path is not None:
             self._setup.dump_path.unlink(missing_ok=True)
+        if self._setup.flight_path is not None:
+            self._setup.flight_path.unlink(missing_ok=True)
 
     def __enter__(self) -> "EngineService":
         return self
@@ -327,6 +339,8 @@ class EngineService:
                         self._info = info
                     case Results(finished, stats):
                         self._finished += finished
+                        if stats.work is None and self._stats is not None:
+                            stats = replace(stats, work=self._stats.work)
                         self._stats = stats
                     case Started(request_ids, finished):
                         self._started += request_ids
@@ -342,7 +356,7 @@ class EngineService:
 
     def _obituary(self) -> NightmillError:
         if self._failed is not None:
-            return _failure(self._failed)
+            return _failure(self._failed, self._read_dump())
         dump = self._read_dump()
         code = self._process.exitcode if self._process is not None else None
         if dump.startswith("Timeout ("):
@@ -359,13 +373,17 @@ class EngineService:
         return EngineDiedError(DeathCause.EXIT, f"the engine process exited with code {code}", detail=dump)
 
     def _read_dump(self) -> str:
-        path = self._setup.dump_path
-        return path.read_text(errors="replace") if path is not None and path.exists() else ""
+        path, flight = self._setup.dump_path, self._setup.flight_path
+        stacks = path.read_text(errors="replace") if path is not None and path.exists() else ""
+        state = describe_flight(flight) if flight is not None else ""
+        return "\n".join(text for text in (stacks, state) if text)
 
 
-def _failure(failed: Failed) -> NightmillError:
+def _failure(failed: Failed, dump: str) -> NightmillError:
     if failed.code == ModelError.code:
         return ModelError(failed.message, hint=failed.hint)
     if failed.starting:
         return EngineError(f"the engine could not start: {failed.message}", hint=failed.hint)
-    return EngineDiedError(DeathCause.EXCEPTION, failed.message, detail=failed.traceback, hint=failed.hint)
+    return EngineDiedError(
+        DeathCause.EXCEPTION, failed.message, detail=f"{failed.traceback}\n{dump}".rstrip(), hint=failed.hint
+    )

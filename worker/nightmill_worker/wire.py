@@ -39,6 +39,11 @@ class EngineSetup:
     step_timeout_s: float | None  # None: no watchdog
     dump_path: Path | None  # where a crash or the watchdog writes every thread's stack
 
+    @property
+    def flight_path(self) -> Path | None:
+        """Where the engine notes what it is doing."""
+        return None if self.dump_path is None else self.dump_path.with_suffix(".flight")
+
 
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -53,6 +58,13 @@ class Cancel:
     """Feeder → engine: end these now; each still comes back once, with ABORT."""
 
     request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    """Feeder → engine: the same for all requests of a job."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,7 @@ class Results:
     """Engine → feeder: sequences that ended since the last message, and the counters."""
 
     finished: tuple[Finished, ...]
-    stats: EngineStats
+    stats: EngineStats  # with `work` every now and then only
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +125,5 @@ class Failed:
     traceback: str
 
 
-Command = Submit | Cancel | Recall
+Command = Submit | Cancel | CancelJob | Recall
 Report = Ready | Results | Entering | Started | Failed

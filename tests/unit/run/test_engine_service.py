@@ -183,6 +183,8 @@ def test_the_watchdog_ends_a_hanging_step(services: list[EngineService]) -> None
     assert error.cause is DeathCause.HANG
     assert "no engine step completed for 1 s" in error.message
     assert "scripted_runner.py" in error.detail  # the stack that hangs
+    assert "Engine in step 0: 1 sequences, 2 tokens; 0 waiting" in error.detail
+    assert "request 2: 0 of 2 tokens computed" in error.detail
 
 
 def test_an_idle_engine_is_not_hanging() -> None:

@@ -38,6 +38,8 @@ class GrowthGate:
         self._index: dict[tuple[str, str], int] = {}
         self._distribution_of_row = np.zeros(options.max_num_seqs, np.int64)
         self._is_known = np.zeros(options.max_num_seqs, np.bool_)
+        self.predicted_peak: float | None = None
+        """Most pages ever held by all that had been admitted, as of the last admission that had to be predicted for."""
         self._round: GrowthRound | None = None
         self._hint: int | None = None
         self._refcount = pool.refcount  # at the beginning of the round
@@ -86,6 +88,7 @@ class GrowthGate:
         self._distribution_of_row[row] = self._distribution_index(sequence)
         if self._round is not None and self._candidate is not None:
             self._round.add(self._candidate)
+            self.predicted_peak = self._round.peak
             self._prefill_tokens += int(self._table.num_tokens[row] - self._table.num_computed[row])
 
     def on_memory_preemption(self) -> None:

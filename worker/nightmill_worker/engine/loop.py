@@ -11,10 +11,12 @@ from nightmill.states import Tier
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
 from nightmill_worker.engine.commit import Ending, commit_step
 from nightmill_worker.engine.fairness import TierShares
+from nightmill_worker.engine.flight import FlightRecorder
 from nightmill_worker.engine.groups import GroupFinder, tokens_saved
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
 from nightmill_worker.engine.host_pool import HostPool
 from nightmill_worker.engine.idle_jobs import IdleJobs
+from nightmill_worker.engine.ledger import Ledger
 from nightmill_worker.engine.length_model import LengthModel
 from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, PreemptionMode, QueueOrder
 from nightmill_worker.engine.ordering import ArrivalQueue, PlannedQueue, TierQueue
@@ -28,7 +30,7 @@ from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule, Scheduler
 from nightmill_worker.engine.sequence import Sequence as EngineSequence
 from nightmill_worker.engine.sequence import SequenceState
-from nightmill_worker.engine.stats import Counters, EngineStats
+from nightmill_worker.engine.stats import Counters, EngineStats, WorkStats
 from nightmill_worker.engine.step import Runner, StepOutput, StepPlan, Swaps
 from nightmill_worker.engine.stop import StopStrings
 from nightmill_worker.engine.swap import Swap
@@ -96,6 +98,10 @@ class EngineLoop:
         self._jobs = IdleJobs()
         self.on_start: Callable[[Sequence[int]], None] = _ignore
         """Told the ids of requests before the step that runs them for the first time."""
+        self.flight: FlightRecorder | None = None
+        self.ledger = Ledger()
+        self._booked = _NOTHING, _NOTHING  # ledger entries and tokens of the step's sequences
+        self._left_at: float | None = None  # when the last step ended, with work left
 
     @property
     def is_running(self) -> bool:
@@ -116,11 +122,14 @@ class EngineLoop:
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id} is already in the engine; ids of live requests are unique")
         self._num_added += 1
-        sequence = EngineSequence(request, self._num_added)
+        sequence = EngineSequence(request, self._num_added, entry=self.ledger.entry(request.job_id, request.tier))
         reason = self._reason_to_refuse(request)
         if reason is not None:
             self._ended.append(_finished(sequence, (), FinishReason.ERROR, error=reason))
             self.counters.errors += 1
+            self.ledger.refuse(sequence.entry)
+            self._jobs.begin(request.job_id)
+            self._forget(self._jobs.end(request.job_id))
             return
         if request.sampling.stop and self._detokenize is not None:
             sequence.stop = StopStrings(request.sampling.stop, self._detokenize)
@@ -131,6 +140,7 @@ class EngineLoop:
         if self._looks_ahead:
             self.residency.want(sequence)
         sequence.expected_tokens = self._expected_tokens(sequence)
+        self.ledger.begin(sequence.entry, _expected_work(sequence))
         self.queue.push(sequence, sequence.expected_tokens)
 
     def cancel(self, request_ids: Iterable[int]) -> None:
@@ -151,19 +161,39 @@ class EngineLoop:
     def step(self) -> list[Finished]:
         """Run one step and return what ended since the last call."""
         started = time.perf_counter()
+        if self._left_at is None:
+            self.ledger.idle()
+        else:
+            self.counters.wait_s += started - self._left_at
         schedule = self.scheduler.schedule()
         if schedule.outgrown is not None:
-            outgrown, usable = schedule.outgrown, self.pool.num_usable
-            needed = int(self.table.num_tokens[outgrown.row]) if outgrown.row >= 0 else outgrown.num_tokens
-            message = f"needs pages for {needed} tokens; the pool has {usable} of {self.pool.page_size} tokens each"
-            self._end(outgrown, FinishReason.ERROR, error=message)
+            self._end_outgrown(schedule.outgrown)
             schedule = self.scheduler.schedule()
         if newcomers := self.scheduler.take_started():
-            self.on_start(newcomers)
+            self._welcome(newcomers)
         if len(schedule.rows):
             self._run(schedule, started)
+            self.ledger.charge(*self._booked)
+        else:
+            self.ledger.idle()
+        self._left_at = time.perf_counter() if self._live else None
         ended, self._ended = self._ended, []
         return ended
+
+    def _end_outgrown(self, sequence: EngineSequence) -> None:
+        usable, size = self.pool.num_usable, self.pool.page_size
+        needed = int(self.table.num_tokens[sequence.row]) if sequence.row >= 0 else sequence.num_tokens
+        message = f"needs pages for {needed} tokens; the pool has {usable} of {size} tokens each"
+        self._end(sequence, FinishReason.ERROR, error=message)
+
+    def _welcome(self, request_ids: list[int]) -> None:
+        """They have been admitted for the first time; some may be gone already."""
+        for request_id in request_ids:
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                num_prompt, num_cached = len(sequence.request.prompt), sequence.num_cached or 0
+                self.ledger.admit(sequence.entry, _expected_work(sequence), num_prompt, num_cached)
+        self.on_start(request_ids)
 
     def preempt(self, request_id: int, mode: PreemptionMode | None = None) -> bool:
         """Take a running sequence off; False when it does not run. For tests and drills.
@@ -178,8 +208,10 @@ class EngineLoop:
         self.preemption.take_off(sequence, PreemptionCause.DRILL, mode)
         return True
 
-    def stats(self) -> EngineStats:
-        """Totals and the present state."""
+    def stats(self, *, with_work: bool = True) -> EngineStats:
+        """Totals and the present state; `with_work`: of each job, too, which takes longer the more there are."""
+        if not self.has_work:
+            self.ledger.idle()
         c = self.counters
         return EngineStats(
             steps=c.steps,
@@ -199,6 +231,8 @@ class EngineLoop:
             preemptions_memory=c.preemptions_memory,
             preemptions_tier=c.preemptions_tier,
             preemptions_swap=c.preemptions_swap,
+            preemptions_memory_swap=c.preemptions_memory_swap,
+            preemptions_tier_swap=c.preemptions_tier_swap,
             swapped=0 if self.swap is None else self.swap.num_swapped,
             host_pages_total=0 if self.swap is None else self.swap.host.num_pages,
             host_pages_used=0 if self.swap is None else self.swap.host.num_used,
@@ -207,15 +241,35 @@ class EngineLoop:
             pages_cached=self.pool.num_cached,
             pages_active=self.pool.num_active,
             pages_in_flight=self.pool.num_in_flight,
+            peak_pages=c.peak_pages,
+            predicted_peak_pages=self.gate.predicted_peak if isinstance(self.gate, GrowthGate) else None,
+            z=self.gate.margin.z if isinstance(self.gate, GrowthGate) else None,
             evictions=0 if self.index is None else self.index.num_evictions,
             wanted_evictions=0 if self.index is None else self.index.num_wanted_evictions,
             shared_attention_rows=c.shared_attention_rows,
             shared_attention_bytes_saved=c.shared_attention_bytes,
             mean_batch=c.batch_rows / c.steps if c.steps else 0.0,
             plan_s=c.plan_s,
+            build_s=c.build_s,
+            wait_s=c.wait_s,
             run_s=c.run_s,
+            device_s=c.device_s,
             commit_s=c.commit_s,
+            wall_ns=self.ledger.wall_ns,
+            idle_ns=self.ledger.idle_ns,
+            work=self._work() if with_work else None,
         )
+
+    def _work(self) -> tuple[WorkStats, ...]:
+        table, rows = self.table, self.table.rows()
+        rows = rows[~table.is_padding[rows]]
+        draws = (table.max_total - table.num_tokens)[rows]
+        if isinstance(self.gate, GrowthGate) and len(rows):
+            draws = self.gate.expected_remaining(rows)
+        # The last token drawn is never computed.
+        remaining = (table.num_tokens - table.num_computed)[rows] + draws - 1
+        swapped = [] if self.swap is None else [sequence.entry for sequence in self.swap.all_saved()]
+        return self.ledger.snapshot(table.entry[rows], remaining, np.array(swapped, np.int64))
 
     def close(self) -> None:
         """Release the runner. Live requests get no Finished."""
@@ -223,10 +277,15 @@ class EngineLoop:
 
     def _run(self, schedule: Schedule, started: float) -> None:
         counters = self.counters
+        decided = time.perf_counter()
         plan = self._packer.pack(schedule, counters.steps)
+        if self.flight is not None:
+            self.flight.begin(plan, schedule.rows)
         planned = time.perf_counter()
         output = self._runner.run(plan)
         ran = time.perf_counter()
+        if self.flight is not None:
+            self.flight.end()
         seconds = ran - planned if output.seconds is None else output.seconds
         self.preemption_cost.observe(plan.num_tokens, plan.num_sequences, seconds)
         self._count_tokens(schedule, plan, output)
@@ -241,8 +300,10 @@ class EngineLoop:
         for ending in endings:
             self._end_row(ending)
         counters.steps += 1
-        counters.plan_s += planned - started
+        counters.plan_s += decided - started
+        counters.build_s += planned - decided
         counters.run_s += ran - planned
+        counters.device_s += seconds
         counters.commit_s += time.perf_counter() - ran
 
     def _end_row(self, ending: Ending) -> None:
@@ -276,9 +337,11 @@ class EngineLoop:
         if was_admitted:
             self.queue.settle(sequence, sequence.expected_tokens)
         del self._live[sequence.request.request_id]
-        self._forget(self._jobs.end(sequence.request.job_id))
         self._ended.append(_finished(sequence, sequence.generated, reason, stop_match=stop_match, error=error))
         self._count(reason)
+        ahead = 0 if was_admitted else _expected_work(sequence)
+        self.ledger.end(sequence.entry, reason, ahead, sequence.num_preemptions)
+        self._forget(self._jobs.end(sequence.request.job_id))
         if self.options.policy is Policy.STATIC:
             self._end_group()
 
@@ -286,6 +349,7 @@ class EngineLoop:
         for job_id in job_ids:
             self.queue.forget_job(job_id)
             self.gate.forget_job(job_id)
+        self.ledger.forget(job_ids)
 
     def _vacate(self, sequence: EngineSequence, *, discard: bool = False) -> None:
         row = sequence.row
@@ -304,6 +368,7 @@ class EngineLoop:
         """Before the commit: `num_computed` is still where the step began."""
         counters, num_real = self.counters, schedule.num_real
         counters.batch_rows += num_real
+        counters.peak_pages = max(counters.peak_pages, self.pool.num_active)
         counters.computed_tokens += plan.num_tokens - schedule.num_padding
         counters.padding_tokens += schedule.num_padding
         counters.generated_tokens += len(output.tokens) - len(output.failed)
@@ -311,10 +376,17 @@ class EngineLoop:
             counters.shared_attention_rows += len(plan.groups.sequences)
             saved = tokens_saved(plan.groups, self.pool.page_size)
             counters.shared_attention_bytes += saved * self._runner.pool.bytes_per_token
+        rows, counts = schedule.rows[:num_real], schedule.counts[:num_real]
+        again = None
         if counters.preemptions:
-            rows, counts = schedule.rows[:num_real], schedule.counts[:num_real]
-            again = self.table.max_computed[rows] - self.table.num_computed[rows]
-            counters.recomputed_tokens += int(np.clip(again, 0, counts).sum())
+            again = np.clip(self.table.max_computed[rows] - self.table.num_computed[rows], 0, counts)
+            counters.recomputed_tokens += int(again.sum())
+        entries = self.table.entry[schedule.rows]
+        drawing = plan.sample.sequence
+        if output.failed:
+            drawing = np.delete(drawing, list(output.failed))
+        self._booked = entries[:num_real], counts
+        self.ledger.book(entries[:num_real], counts, again, entries[drawing])
 
     def _account(self, schedule: Schedule) -> None:
         """Book the step's tokens by tier, before the commit: a tier below its share is not taken from."""
@@ -388,6 +460,14 @@ class EngineLoop:
         if request.sampling.stop and self._detokenize is None:
             return "stop strings need a tokenizer; this engine was started without one"
         return None
+
+
+_NOTHING: NDArray[np.int64] = np.empty(0, np.int64)
+
+
+def _expected_work(sequence: EngineSequence) -> int:
+    """Tokens to compute for a request that has not been admitted."""
+    return len(sequence.request.prompt) + sequence.expected_tokens
 
 
 def _ignore(request_ids: Sequence[int]) -> None:

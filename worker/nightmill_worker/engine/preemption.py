@@ -90,7 +90,10 @@ class Preemption:
         counters.preemptions_memory += cause is PreemptionCause.MEMORY
         counters.preemptions_tier += cause is PreemptionCause.TIER
         if self._swap is not None and self.is_swap(sequence, mode):
-            counters.preemptions_swap += self._swap.save(sequence)
+            is_saved = self._swap.save(sequence)
+            counters.preemptions_swap += is_saved
+            counters.preemptions_memory_swap += is_saved and cause is PreemptionCause.MEMORY
+            counters.preemptions_tier_swap += is_saved and cause is PreemptionCause.TIER
         self._residency.release(sequence)
         table.unbind(row)
         self._queue.push_preempted(sequence)

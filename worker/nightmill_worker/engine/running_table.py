@@ -43,6 +43,8 @@ class RunningTable:
         self.order = np.zeros(rows, np.int64)  # (tier rank, admission number) in one comparable integer
         self.num_preemptions = np.zeros(rows, np.int64)
         self.immune_until = np.zeros(rows, np.int64)  # num_tokens until which it is not preempted again
+        self.entry = np.zeros(rows, np.int64)  # of the ledger
+        self.request_id = np.zeros(rows, np.int64)
         self.is_padding = np.zeros(rows, np.bool_)  # ended, kept in the batch by the static policy
         self.stop_ids = np.full((rows, _INITIAL_STOP_IDS), -1, np.int32)  # EOS and stop tokens, -1 fills
         self.has_stop_strings = np.zeros(rows, np.bool_)
@@ -104,6 +106,7 @@ class RunningTable:
         self.min_total[row] = length + sampling.min_tokens
         self.max_total[row] = length + sampling.max_tokens
         self.order[row] = order
+        self.entry[row], self.request_id[row] = sequence.entry, request.request_id
         self.num_preemptions[row] = sequence.num_preemptions
         self.immune_until[row] = num_tokens + IMMUNE_TOKENS if sequence.num_preemptions else 0
         self._set_stop_ids(row, tuple(dict.fromkeys(request.eos_token_ids + sampling.stop_token_ids)))

@@ -41,6 +41,7 @@ class Sequence:
     max_computed: int = 0  # most tokens ever computed before a preemption: what is computed again is waste
     passed_since: int | None = None  # the engine's computed tokens when others were first let pass it
     expected_tokens: int = 0  # of its answer, predicted when it came
+    entry: int = 0  # of the ledger
     stop: StopStrings | None = None
     logprobs: list[TokenLogprobs] | None = None
 

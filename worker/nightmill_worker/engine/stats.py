@@ -1,6 +1,8 @@
-"""What the engine has done and how it stands."""
+"""What the engine has done and how it stands. docs/metrics.md lists every field."""
 
 from dataclasses import dataclass
+
+from nightmill.states import Tier
 
 
 @dataclass(slots=True)
@@ -21,12 +23,41 @@ class Counters:
     preemptions_memory: int = 0
     preemptions_tier: int = 0
     preemptions_swap: int = 0
+    preemptions_memory_swap: int = 0
+    preemptions_tier_swap: int = 0
     batch_rows: int = 0
     shared_attention_rows: int = 0
     shared_attention_bytes: int = 0
+    peak_pages: int = 0
     plan_s: float = 0.0
+    build_s: float = 0.0
+    wait_s: float = 0.0
     run_s: float = 0.0
+    device_s: float = 0.0
     commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkStats:
+    """What one job has had of the engine in one tier. The entry without a job sums up those that were forgotten."""
+
+    job_id: str
+    tier: Tier
+    waiting: int  # parked and swapped ones included
+    running: int
+    swapped: int  # of the waiting: their KV is on the host
+    finished: int  # with an answer
+    errors: int
+    aborted: int
+    prompt_tokens: int  # of sequences admitted, each counted once
+    cached_tokens: int  # of those, taken from the prefix index at first admission
+    computed_tokens: int
+    recomputed_tokens: int
+    generated_tokens: int
+    preemptions: int  # of sequences that have ended
+    engine_ns: int  # its share of the engine's time, by computed tokens; over all jobs, with idle_ns: wall_ns, exactly
+    remaining_tokens: int  # to compute yet for what is here, answers as long as expected; without those taken off
+    eta_s: float | None  # for those, at the pace of the last seconds; None while it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +81,8 @@ class EngineStats:
     preemptions_memory: int  # of those: the page pool had run out, or was about to
     preemptions_tier: int  # of those: a more urgent sequence took its place
     preemptions_swap: int  # of those: by swap, the others by recompute
+    preemptions_memory_swap: int  # by cause and mode
+    preemptions_tier_swap: int
     swapped: int  # waiting sequences whose KV is on the host
     host_pages_total: int
     host_pages_used: int
@@ -58,11 +91,25 @@ class EngineStats:
     pages_cached: int  # published, held by nobody: evicted on demand
     pages_active: int
     pages_in_flight: int
+    peak_pages: int  # most pages ever active in a step
+    predicted_peak_pages: float | None  # by the gate, at the last admission it had to predict for
+    z: float | None  # standard deviations of the prediction that stay free; None: another gate
     evictions: int  # cached pages given up for others
     wanted_evictions: int  # of those, with a waiting request that would have used them
     shared_attention_rows: int  # rows of all steps that were in a prefix group
     shared_attention_bytes_saved: int  # of KV that attention did not read again; layers with a window counted too
     mean_batch: float  # sequences per step, without padding
-    plan_s: float  # host time: deciding and packing
-    run_s: float  # in the runner
+    plan_s: float  # host time: deciding
+    build_s: float  # host time: packing the step's arrays
+    wait_s: float  # host time: between steps, with work there: requests taken in, reports sent
+    run_s: float  # in the runner: the device and the draws
+    device_s: float  # of those, what the runner says the device took; all of it where the runner does not say
     commit_s: float  # host time: tokens, stops, pages
+    wall_ns: int  # since the loop was made
+    idle_ns: int  # of those, without work
+    work: tuple[WorkStats, ...] | None = None  # by job and tier; None: not asked for
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Computed tokens."""
+        return self.computed_tokens / self.steps if self.steps else 0.0
