@@ -81,8 +81,17 @@ class JobContexts:
                 hint="give all workers the same files, or name a --revision",
             )
         context = self._session.job_context(job, self._store, lease_ttl_s=self._lease_ttl_s)
+        # What the store can do is asked now, beside the first rows, so that no part waits for the answer.
+        threading.Thread(target=_ask, args=(context,), name="ask-store", daemon=True).start()
         pauses, job_id = self._pauses, job.job_id
         return replace(context, retries_commit=True, charges=lambda error: pauses.charges(job_id, error))
+
+
+def _ask(context: JobContext) -> None:
+    try:
+        context.storage.creates_atomically(context.folder.root)
+    except StorageError as error:
+        log.info("asking the store of %s what it can do: %s", context.job.job_id, error)  # the first write asks again
 
 
 class JobPauses:

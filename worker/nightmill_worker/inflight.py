@@ -3,7 +3,8 @@ find the row that takes the whole process along (a row that ends only the engine
 
 Rows start in the order the engine plans, not in the file's, so the mark is a set: the rows that have started and have
 no durable answer. It stands in a small file beside the checkpoints, written with each of them and at most every MARK_S
-in between; what a crash leaves unsaid of the last moment is not counted. Rows that wait in the engine have not started.
+in between (less often where writing takes long), but not with an attempt's last one: nothing runs any more then. What
+a crash leaves unsaid of the last moment is not counted. Rows that wait in the engine have not started.
 
 After two deaths in a row without progress, the rows that were inside are suspects: an attempt then runs all other
 rows first and the suspects last, in two windows, each named in the file before it starts. Dying in a window leaves
@@ -22,6 +23,8 @@ from nightmill.storage import Storage
 log = logging.getLogger(__name__)
 
 MARK_S = 0.2
+NAME = "inflight.json"
+PATIENCE = 5.0  # times what a write takes, between two: a slow store is not kept busy with marks
 SUSPECT_AFTER = 2  # deaths in a row without a newly durable row
 CONVICT_AFTER = 2  # deaths with one row alone: the first may have been somebody's kill -9
 
@@ -31,17 +34,17 @@ class InflightMark:
 
     def __init__(self, storage: Storage, folder: OutputFolder, shard_index: int) -> None:
         self._storage = storage
-        self._uri = f"{shard_folder(folder.work, shard_index)}/inflight.json"
+        self._uri = f"{shard_folder(folder.work, shard_index)}/{NAME}"
         self._before: frozenset[int] = frozenset()  # row indices, of earlier attempts
         self._window: tuple[int, ...] = ()  # that the last attempt died in
         self._tries = 0  # of that window
         self._open: set[int] = set()  # started in this attempt or an earlier one, not durable
         self._is_news = False
-        self._written_at = float("-inf")
+        self._next_at = float("-inf")  # of a write between checkpoints
 
-    def read(self) -> None:
-        """Take over what earlier attempts have left."""
-        if self._storage.stat(self._uri) is None:
+    def read(self, names: Collection[str]) -> None:
+        """Take over what earlier attempts have left. `names`: of the files in the shard's folder."""
+        if NAME not in names:
             return
         try:
             with self._storage.open_input(self._uri) as file:
@@ -73,7 +76,7 @@ class InflightMark:
         known = len(self._open)
         self._open.update(row_indices)
         self._is_news |= len(self._open) > known
-        if time.monotonic() - self._written_at >= MARK_S:
+        if time.monotonic() >= self._next_at:
             self.write()
 
     def settle(self, row_indices: Iterable[int]) -> None:
@@ -106,11 +109,13 @@ class InflightMark:
 
     def _put(self, window: Sequence[int], tries: int) -> None:
         self._window, self._tries = tuple(window), tries
+        begun_at = time.monotonic()
         fields = {"started": _ranges(self._open), "window": list(window), "tries": tries}
         with self._storage.stage(self._uri) as staged:
             staged.file.write(json.dumps(fields).encode())
             staged.replace()
-        self._is_news, self._written_at = False, time.monotonic()
+        now = time.monotonic()
+        self._is_news, self._next_at = False, now + max(MARK_S, PATIENCE * (now - begun_at))
 
 
 def windows(suspects: Sequence[int]) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -18,7 +19,7 @@ from nightmill.errors import RowErrorCode, StoreError
 from nightmill.failpoint import failpoint
 from nightmill.output.checkpoint import CheckpointReader, CheckpointWriter
 from nightmill.output.folder import OutputFolder
-from nightmill.output.part import publish_part
+from nightmill.output.part import PartInfo, publish_part
 from nightmill.reader import read_shard
 from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, ShardResult, TokenCounts
 from nightmill.rows import InputRow, parse_rows
@@ -30,7 +31,8 @@ from nightmill_worker.feed.completions import completion_of, error_completion
 from nightmill_worker.feed.requests import RequestMaker, RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.inflight import InflightMark, windows
-from nightmill_worker.shard_output import shard_output
+from nightmill_worker.shard_answers import ShardAnswers
+from nightmill_worker.shard_output import FirstPart, RetriedPart, shard_output
 from nightmill_worker.solitude import Solitude
 from nightmill_worker.supervisor import EngineSupervisor, Mailbox, Outcome, Quarantined
 
@@ -101,12 +103,13 @@ class ShardRun:
         self._job_stopped = False
         self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
         self._counts: Counter[str] = Counter()
-        self._writer = CheckpointWriter(
-            context.storage, context.folder.work, lease.range.index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS
+        self._answers = ShardAnswers(
+            CheckpointWriter(
+                context.storage, context.folder.work, lease.range.index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS
+            )
         )
         self._mark = InflightMark(context.storage, context.folder, lease.range.index)
         self._began_at = self._flushed_at = time.monotonic()
-        self._unflushed: list[int] = []  # row indices that the writer holds
         self._name = f"shard {lease.range.index} of {lease.job_id}"
 
     @property
@@ -153,21 +156,27 @@ class ShardRun:
     def _run(self) -> ShardEnd:
         context, shard = self._context, self.lease.range
         output = shard_output(context, self.lease)
-        part = output.standing()
+        part, checkpoints = self._look(output)
         if part is not None:  # an earlier attempt died between its part and its commit
             self.rows_resumed = part.rows.total
             self.progress = replace(self.progress, rows_completed=part.rows.completed, rows_failed=part.rows.failed)
         else:
-            checkpoints = CheckpointReader(context.storage, context.folder.work, shard.index)
             if not self._answer(self._resume(output.kept(), checkpoints)):
                 return ShardEnd.LOST if self._lost else ShardEnd.RELEASED
-            checkpoints.include(self._writer.files)
-            part = output.write(checkpoints.read())
+            part = output.write(self._answers.all(checkpoints))
         result = part.result(rows_resumed=self.rows_resumed, rows_recomputed=self.rows_recomputed)
         self._commit(result)
         failpoint("after_commit")
         publish_part(context.storage, context.folder, shard.index, self.lease.attempt)
         return ShardEnd.COMMITTED
+
+    def _look(self, output: FirstPart | RetriedPart) -> tuple[PartInfo | None, CheckpointReader]:
+        """What earlier attempts have left: both looks at once, each may be a wait for a network."""
+        context, index = self._context, self.lease.range.index
+        with ThreadPoolExecutor(1, thread_name_prefix="shard-look") as pool:
+            standing = pool.submit(output.standing)
+            checkpoints = CheckpointReader(context.storage, context.folder.work, index)
+            return standing.result(), checkpoints
 
     def _commit(self, result: ShardResult) -> None:
         """Tell the store, as often as it takes: the part stands, and computing it again would cost a shard."""
@@ -186,7 +195,7 @@ class ShardRun:
         for completion in durable.values():
             self._count(completion)
         self.rows_resumed = len(durable)
-        self._mark.read()
+        self._mark.read(checkpoints.names)
         return set(durable)
 
     def _answer(self, durable: set[int]) -> bool:
@@ -205,7 +214,7 @@ class ShardRun:
                     finished = is_alone and self._answer_suspects(mailbox, suspects)
             self.rows_recomputed += mailbox.reruns
         if finished:
-            self._flush()
+            self._flush(last=True)
         elif not self._lost:
             self._flush()
             self._mark.end_in_order()
@@ -254,7 +263,7 @@ class ShardRun:
             if finished:
                 return True
             is_due = time.monotonic() - self._flushed_at > CHECKPOINT_S or mailbox.must_flush
-            if self._writer.pending and is_due:
+            if self._answers.pending and is_due:
                 self._flush()
                 mailbox.note_unflushed(0)
 
@@ -302,9 +311,8 @@ class ShardRun:
 
     def _keep(self, completion: Completion) -> None:
         self._count(completion)
-        self._writer.add(completion)
-        self._unflushed.append(completion.row_index)
-        if self._writer.pending >= CHECKPOINT_ROWS:
+        self._answers.add(completion)
+        if self._answers.pending >= CHECKPOINT_ROWS:
             self._flush()
 
     def _count(self, completion: Completion) -> None:
@@ -316,11 +324,10 @@ class ShardRun:
         self._counts["completion"] += completion.completion_tokens or 0
         self._counts["cached"] += completion.cached_tokens or 0
 
-    def _flush(self) -> None:
-        self._mark.write()  # first: a crash in between must not hide who was inside
-        self._writer.flush()
-        self._mark.settle(self._unflushed)
-        self._unflushed.clear()
+    def _flush(self, *, last: bool = False) -> None:
+        if not last:  # then nobody is inside
+            self._mark.write()  # first: a crash in between must not hide who was inside
+        self._mark.settle(self._answers.flush())
         self._flushed_at = time.monotonic()
 
     def _must_stop(self, mailbox: Mailbox, *, finished: bool) -> bool:
@@ -336,18 +343,17 @@ class ShardRun:
             self._mark.start(self._pending[i].row.row_index for i in started if i in self._pending)
 
     def _tell(self, mailbox: Mailbox) -> None:
-        mailbox.note_unflushed(self._writer.pending)
+        mailbox.note_unflushed(self._answers.pending)
         counts = self._counts
         self.progress = ShardProgress(
             attempt=self.lease.attempt,
             rows_completed=counts["completed"],
             rows_failed=counts["failed"],
             rows_running=mailbox.running,
-            rows_durable=counts["completed"] + counts["failed"] - self._writer.pending,
+            rows_durable=counts["completed"] + counts["failed"] - self._answers.pending,
             tokens=TokenCounts(prompt=counts["prompt"], completion=counts["completion"], cached=counts["cached"]),
         )
 
     def _release(self, *, failed: bool = False) -> None:
         if not self._lost:
-            progressed = bool(self._writer.files)
-            self._context.store.release(self.lease, failed=failed, progressed=progressed)
+            self._context.store.release(self.lease, failed=failed, progressed=self._answers.has_written)

@@ -63,9 +63,10 @@ class FirstPart:
         return []
 
     def write(self, completions: Mapping[int, Completion]) -> PartInfo:
-        """Build and create it; one that stands is adopted."""
+        """After `standing` found none: build and create it; one that was faster is adopted."""
         place = self._place
-        return write_part(place.storage, place.folder, self._lease.range, completions, **_common(place, self._lease))
+        common = _common(place, self._lease)
+        return write_part(place.storage, place.folder, self._lease.range, completions, **common, look_first=False)
 
 
 class RetriedPart:

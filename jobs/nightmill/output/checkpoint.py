@@ -156,8 +156,9 @@ class CheckpointReader:
 
     def __init__(self, storage: Storage, directory: str, shard_index: int) -> None:
         self._storage = storage
-        found = (_parse_name(info.uri) for info in storage.list(shard_folder(directory, shard_index)))
-        self._files = sorted(file for file in found if file is not None)
+        uris = [info.uri for info in storage.list(shard_folder(directory, shard_index))]
+        self.names = frozenset(PurePosixPath(uri).name for uri in uris)  # of all files beside the checkpoints, too
+        self._files = sorted(file for file in map(_parse_name, uris) if file is not None)
 
     @property
     def files(self) -> tuple[CheckpointFile, ...]:

@@ -12,6 +12,7 @@ from nightmill.errors import StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
 from nightmill.output.part import publish_part
+from nightmill.reader.many import map_files
 from nightmill.records import CommittedShard, JobSpec
 from nightmill.sharding import source_name
 from nightmill.states import ShardState
@@ -43,8 +44,9 @@ def finalize_output(
     Raises:
         StorageError: a part is missing or damaged, or writing failed; what is there stays, and the next try goes on.
     """
-    for shard in shards:
-        publish_part(storage, folder, shard.range.index, shard.attempt)
+    if not storage.creates_atomically(folder.root):
+        attempts = {shard.result.part_uri: (shard.range.index, shard.attempt) for shard in shards}
+        map_files(lambda uri: publish_part(storage, folder, *attempts[uri]), list(attempts))
     require_parts(storage, shards)
     _put(storage, folder.manifest, manifest_bytes(shards, spec=spec, spec_digest=spec_digest))
     failpoint("in_finalize")
@@ -59,15 +61,18 @@ def require_parts(storage: Storage, shards: Sequence[CommittedShard]) -> None:
     Raises:
         StorageError: one was removed or cut short by somebody else; it names the part.
     """
-    for shard in shards:
-        uri, expected = shard.result.part_uri, shard.result.part_bytes
+    expected = {shard.result.part_uri: shard.result.part_bytes for shard in shards}
+
+    def require(uri: str) -> None:
         found = storage.stat(uri)
-        if found is None or found.size_bytes != expected:
-            state = "is gone" if found is None else f"has {found.size_bytes:,} bytes instead of {expected:,}"
+        if found is None or found.size_bytes != expected[uri]:
+            state = "is gone" if found is None else f"has {found.size_bytes:,} bytes instead of {expected[uri]:,}"
             raise StorageError(
                 f"the committed part {uri} {state}: something other than nightmill changed it",
                 hint="put the file back and run again, or remove the output folder to compute the job anew",
             )
+
+    map_files(require, list(expected))
 
 
 def manifest_bytes(shards: Sequence[CommittedShard], *, spec: JobSpec, spec_digest: str) -> bytes:
@@ -109,9 +114,10 @@ def _part(shard: CommittedShard, spec: JobSpec) -> dict[str, Any]:
 
 def remove_checkpoints(storage: Storage, folder: OutputFolder) -> None:
     """Remove the files that this job's attempts have written while it ran, and nothing else."""
-    for info in storage.list(folder.work):
-        if _WRITTEN_BY_ATTEMPTS.fullmatch(info.uri.removeprefix(folder.work + "/")):
-            storage.delete(info.uri)
+    found = (info.uri for info in storage.list(folder.work))
+    map_files(
+        storage.delete, [uri for uri in found if _WRITTEN_BY_ATTEMPTS.fullmatch(uri.removeprefix(folder.work + "/"))]
+    )
     storage.remove_empty_folders(folder.work)
     storage.sweep(folder.root)
 

@@ -63,6 +63,7 @@ def write_part(
     attempt: int = 0,
     unanswered: Unanswered | None = None,
     source_storage: Storage | None = None,
+    look_first: bool = True,
 ) -> PartInfo:
     """Build the shard's part from its source rows and their completions, check it, and create it.
 
@@ -81,12 +82,14 @@ def write_part(
         attempt: Of the lease. Where creation is not atomic it names what `publish_part` makes final after the commit.
         unanswered: A closer's error for rows without a completion.
         source_storage: Of the input; None: by its uri.
+        look_first: False: a moment ago there was no part. One that has come since is met when ours is created.
 
     Raises:
         StorageError: a row has no completion; the source has changed; reading or writing failed. Nothing is published.
         OutputOccupiedError: the part's name is taken by something else.
     """
-    if existing := find_part(storage, folder, shard, spec_digest):
+    target = _Target(storage, folder, shard, attempt)
+    if (look_first or not target.is_final) and (existing := find_part(storage, folder, shard, spec_digest)):
         return existing
     rows = PartRows(
         shard,
@@ -97,7 +100,6 @@ def write_part(
         unanswered=unanswered,
         source_storage=source_storage,
     )
-    target = _Target(storage, folder, shard, attempt)
     owner = _owner(folder, shard, spec_digest)
     with _built(storage, target.uri, shard, rows, output_schema(source_schema, spec), spec, owner) as staged:
         try:

@@ -67,12 +67,17 @@ class _Probe:
         keys = [self._key, *(f"{self._key}-{number}" for number in range(_ROUNDS))]
         try:
             etag = plain_etag(self._put(keys[0], {})["ETag"])  # whether we may write at all is not what is asked
-            create = self._is_refused(keys[0], {"IfNoneMatch": "*"}) and all(map(self._one_wins, keys[1:]))
-            return Conditions(create=create, replace=self._match_form(keys[0], etag))
+            with ThreadPoolExecutor(_ROUNDS) as pool:  # each is a wait for a network
+                races = pool.map(self._one_wins, keys[1:])
+                refused = self._is_refused(keys[0], {"IfNoneMatch": "*"})
+                return Conditions(replace=self._match_form(keys[0], etag), create=refused and all(races))
         finally:
-            for key in keys:
-                with contextlib.suppress(S3Error):  # what is left, a sweep finds; what went wrong before is the news
-                    self._call("clean", lambda client, key=key: client.delete_object(Bucket=self._bucket, Key=key))
+            with ThreadPoolExecutor(len(keys)) as pool:
+                pool.map(self._remove, keys)
+
+    def _remove(self, key: str) -> None:
+        with contextlib.suppress(S3Error):  # what is left, a sweep finds; what went wrong before is the news
+            self._call("clean", lambda client: client.delete_object(Bucket=self._bucket, Key=key))
 
     def _match_form(self, key: str, etag: str) -> str | None:
         for form in (QUOTED, PLAIN):

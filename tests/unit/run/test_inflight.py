@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.output.folder import OutputFolder
+from nightmill.output.folder import OutputFolder, shard_folder
 from nightmill.storage import LocalStorage
 from nightmill_worker.inflight import InflightMark, windows
 
@@ -17,7 +17,8 @@ def folder(tmp_path: Path) -> OutputFolder:
 def mark(folder: OutputFolder) -> InflightMark:
     """What the next attempt sees."""
     attempt = InflightMark(LocalStorage(), folder, 0)
-    attempt.read()
+    found = LocalStorage().list(shard_folder(folder.work, 0))
+    attempt.read({Path(info.uri).name for info in found})
     return attempt
 
 
