@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.parity.engine_runs import POLICIES, SEEDED, Answers, answer, requests_of
 from tests.parity.tiny_models import save_tiny
 
@@ -83,6 +84,16 @@ def test_answers_are_those_of_each_request_alone(model: Path, variant: str, poli
     if variant.startswith("small pool") and policies == "arrival":
         assert answers.stats.preemptions > 0
         assert (answers.stats.preemptions_swap > 0) == (limits.preemption is not PreemptionMode.RECOMPUTE)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_the_number_of_threads_changes_no_answer(model: Path, threads: int) -> None:
+    expected, before = alone(model).tokens, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert answer(runner_of(model, 4, None), requests(), BASE).tokens == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_answers_are_worth_comparing(model: Path) -> None:
