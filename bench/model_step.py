@@ -5,8 +5,9 @@
                                [--profile]
 
 Without --model the shape is SmolLM2-135M's. The figures are the fastest and the median of `repeat` steps: on a busy
-machine only the fastest means anything. With --shared N the decode batch's first N tokens lie in one set of pages, and
-the step is run with shared-prefix attention and without in turn. --profile prints torch's operators by their own time.
+machine only the fastest means anything, and with one thread the clock is the thread's CPU time, which other processes
+disturb much less. With --shared N the decode batch's first N tokens lie in one set of pages, and the step is run with
+shared-prefix attention and without in turn. --profile prints torch's operators by their own time.
 """
 
 import argparse
@@ -100,13 +101,16 @@ def plan(runner: Runner, sequences: int, query: int, context: int, sampling: str
 
 
 def measure(run: Callable[[], object], repeat: int) -> tuple[float, float]:
-    """Fastest and median ms."""
+    """Fastest and median ms; with one thread its CPU time."""
+    import torch
+
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     run()
     times = []
     for _ in range(repeat):
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append((clock() - start) * 1e3)
     return min(times), statistics.median(times)
 
 
