@@ -278,10 +278,10 @@ def test_a_hungry_engine_gets_more_shards_than_slots(make_place: Callable[..., P
 
 
 def test_what_the_engine_has_had_enough_of_is_taken_the_moment_it_is_hungry(make_place: Callable[..., Place]) -> None:
-    place = make_place({Tier.NORMAL: 1})
+    place = make_place({Tier.NORMAL: 1, Tier.HIGH: 1})
     place.shards(30)
     place.fleet.turn()
-    place.fleet.turn()  # takes nothing: all slots are used, and there is enough
+    place.fleet.turn()  # takes nothing: there is enough, and nothing for the free slot
     enough = place.crew.rows_ahead
     place.crew.end_all()
     place.fleet.turn()  # and not three seconds later
