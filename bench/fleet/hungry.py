@@ -148,11 +148,11 @@ def measure(journal: Path, rows: int, shard_rows: int, slots: int, max_tokens: i
         time.sleep(0.1)
     with Client() as client:
         jobs, submitted = [], []
-        for job in range(3):
+        for number in range(3):
             jobs.append(
                 client.submit(
-                    f"s3://{BUCKET}/in/{job}.parquet",
-                    f"s3://{BUCKET}/out/{job}",
+                    f"s3://{BUCKET}/in/{number}.parquet",
+                    f"s3://{BUCKET}/out/{number}",
                     "fake",
                     shard_rows=shard_rows,
                     max_tokens=max_tokens,
