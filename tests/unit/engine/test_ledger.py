@@ -51,7 +51,9 @@ def test_every_nanosecond_is_somebodys(steps: list[tuple[int, list[tuple[int, in
     for elapsed, rows in steps:
         now += elapsed
         if rows:
-            ledger.charge(ints(*(entries[i] for i, _ in rows)), ints(*(count for _, count in rows)))
+            mine, counts = ints(*(entries[i] for i, _ in rows)), ints(*(count for _, count in rows))
+            ledger.book(mine, counts, None, mine)
+            ledger.charge()
         else:
             ledger.idle()
     had = ledger.snapshot(ints(), ints(), ints())
@@ -63,7 +65,8 @@ def test_time_goes_by_computed_tokens() -> None:
     ledger = Ledger(lambda: now)
     one, other = ledger.entry("one", Tier.HIGH), ledger.entry("other", Tier.LOW)
     now = 900
-    ledger.charge(ints(one, other, one), ints(100, 300, 50))
+    ledger.book(ints(one, other, one), ints(100, 300, 50), None, ints(one))
+    ledger.charge()
     assert {work.job_id: work.engine_ns for work in ledger.snapshot(ints(), ints(), ints())} == {
         "one": 300,
         "other": 600,
@@ -76,10 +79,11 @@ def test_a_forgotten_job_that_is_still_charged_loses_nothing() -> None:
     entry = ledger.entry("gone", Tier.HIGH)
     ledger.begin(entry, 10)
     ledger.admit(entry, 10, 8, 0)
+    ledger.book(ints(entry), ints(3), None, ints(entry))
     ledger.end(entry, FinishReason.STOP, 0, 0)
     ledger.forget(["gone"])
     now = 500
-    ledger.charge(ints(entry), ints(3))
+    ledger.charge()
     assert [(work.job_id, work.engine_ns, work.finished) for work in ledger.snapshot(ints(), ints(), ints())] == [
         ("", 500, 1)
     ]

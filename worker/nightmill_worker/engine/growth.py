@@ -8,6 +8,7 @@ Step k counts from the coming step, 0. A sequence of n tokens (prompt and genera
 yet holds pages for n + k tokens in step k, as long as k < what it has still to generate.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -196,6 +197,8 @@ class GrowthRound:
 
     def _is_refused(self, candidate: Candidate, limit: int) -> bool:
         """At one of the points looked at so far."""
+        if not self._is_complete:
+            return self._is_refused_at_few(candidate, limit)
         pages, spread = self._pages_of(candidate, self._points)
         needed = self._used + pages + self._z * np.sqrt(self._variance + spread)
         worst = int(needed.argmax())
@@ -203,6 +206,24 @@ class GrowthRound:
             return False
         self.worst = int(self._points[worst])
         return True
+
+    def _is_refused_at_few(self, candidate: Candidate, limit: int) -> bool:
+        """Without arrays, which cost more than a point or two."""
+        c, worst = candidate, float(limit)
+        for i, point in enumerate(self._points.tolist()):
+            if c.is_known:
+                alive = float(c.remaining > point)
+            else:
+                alive = self._survival.alive_at(c.distribution, c.generated, point, c.limit)
+            pages = (c.own_tokens + point + self._page_size - 1) // self._page_size
+            if point >= c.lender_ends:
+                pages += c.lent_pages
+            expected = alive * pages
+            spread = expected * (pages - expected)
+            needed = self._used.item(i) + expected + self._z * math.sqrt(self._variance.item(i) + spread)
+            if needed > worst:
+                worst, self.worst = needed, point
+        return worst > limit
 
     def add(self, candidate: Candidate) -> None:
         """It is admitted."""

@@ -185,20 +185,26 @@ class GrowthGate:
         chunks = -(-own // self._max_chunk)
         return np.maximum(-(-ahead // budget), chunks) - 1, np.maximum(-(-ahead // slowest), chunks) - 1
 
+    def _delay_of_one(self, ahead: int, own: int) -> tuple[int, int]:
+        """`_delay` without arrays."""
+        budget = self._options.max_num_batched_tokens
+        slowest = max(1, budget - self._options.max_num_seqs)
+        chunks = -(-own // self._max_chunk)
+        return max(-(-ahead // budget), chunks) - 1, max(-(-ahead // slowest), chunks) - 1
+
     def _as_candidate(self, sequence: Sequence, match: Match) -> Candidate:
         request, size = sequence.request, self._pool.page_size
         num_held = int(np.count_nonzero(self._pool.refcount[match.pages]))  # a prefix, as holders hold what is before
         # Those that were not shared when the round summed them up, so that they are in no count but their lender's.
         num_lent = int(np.count_nonzero(self._refcount[match.pages[:num_held]] <= 1))
-        missing = np.array([sequence.num_tokens - size * len(match.pages)])
-        earliest, latest = self._delay(self._prefill_tokens + missing, missing)
-        delay = int(earliest[0])
+        missing = sequence.num_tokens - size * len(match.pages)
+        delay, latest = self._delay_of_one(self._prefill_tokens + missing, missing)
         # As for those that run: it grows from `delay` on, and holds its whole prompt before.
         own = max(0, sequence.num_tokens - size * num_held - delay) + size * self._pool.num_pages(delay)
         return Candidate(
             own_tokens=own,
             generated=len(sequence.generated),
-            limit=request.sampling.max_tokens + int(latest[0]),
+            limit=request.sampling.max_tokens + latest,
             is_known=is_length_known(sequence),
             distribution=self._distribution_index(sequence),
             lent_pages=num_lent,

@@ -45,6 +45,7 @@ class Ledger:
         self._spare: list[int] = []
         self._started_ns = self._marked_ns = clock_ns()
         self._idle_ns = 0
+        self._booked: Ints = np.zeros(0, np.int64)  # computed tokens of the last step, by entry
         self._paced_at_ns = self._started_ns
         self._paced: Ints = np.zeros(8, np.int64)  # COMPUTED then
         self._pace = np.zeros(8)  # tokens per s
@@ -110,19 +111,22 @@ class Ledger:
             again: [S] of those, computed before; None: none.
             drawing: Entries of the sequences that drew a token, each as often.
         """
-        self._add(Column.COMPUTED, entries, counts)
+        self._booked = np.bincount(entries, weights=counts).astype(np.int64)
+        self._counts[Column.COMPUTED, : len(self._booked)] += self._booked
         if again is not None:
-            self._add(Column.RECOMPUTED, entries, again)
+            lost = np.bincount(entries, weights=again).astype(np.int64)
+            self._counts[Column.RECOMPUTED, : len(lost)] += lost
         drawn = np.bincount(drawing)
         self._counts[Column.GENERATED, : len(drawn)] += drawn
 
-    def charge(self, entries: Ints, counts: Ints) -> None:
-        """The time since the last mark belongs to these, by their computed tokens."""
-        elapsed = self._mark()
-        upto = np.cumsum(np.bincount(entries, weights=counts).astype(np.int64))
-        shares = np.diff(elapsed * upto // upto[-1], prepend=0)  # they sum up to all of it
+    def charge(self) -> None:
+        """The time since the last mark belongs to those booked last, by their computed tokens."""
+        upto = self._booked.cumsum()
+        upto *= self._mark()
+        upto //= self._booked.sum()
+        upto[1:] -= upto[:-1].copy()  # the shares; they sum up to all of it
         counts = self._counts[Column.ENGINE_NS]
-        counts[: len(shares)] += shares
+        counts[: len(upto)] += upto
         if self._spare:  # some may have ended in the step, and be forgotten already
             counts[_OTHERS] += counts[self._spare].sum()
             counts[self._spare] = 0
@@ -161,10 +165,6 @@ class Ledger:
             for key, i in self._entries.items()
             if any(columns[i])
         )
-
-    def _add(self, column: Column, entries: Ints, values: Ints) -> None:
-        sums = np.bincount(entries, weights=values)
-        self._counts[column, : len(sums)] += sums.astype(np.int64)
 
     def _mark(self) -> int:
         now = self._clock_ns()

@@ -100,7 +100,6 @@ class EngineLoop:
         """Told the ids of requests before the step that runs them for the first time."""
         self.flight: FlightRecorder | None = None
         self.ledger = Ledger()
-        self._booked = _NOTHING, _NOTHING  # ledger entries and tokens of the step's sequences
         self._left_at: float | None = None  # when the last step ended, with work left
 
     @property
@@ -173,7 +172,7 @@ class EngineLoop:
             self._welcome(newcomers)
         if len(schedule.rows):
             self._run(schedule, started)
-            self.ledger.charge(*self._booked)
+            self.ledger.charge()
         else:
             self.ledger.idle()
         self._left_at = time.perf_counter() if self._live else None
@@ -385,7 +384,6 @@ class EngineLoop:
         drawing = plan.sample.sequence
         if output.failed:
             drawing = np.delete(drawing, list(output.failed))
-        self._booked = entries[:num_real], counts
         self.ledger.book(entries[:num_real], counts, again, entries[drawing])
 
     def _account(self, schedule: Schedule) -> None:
@@ -460,9 +458,6 @@ class EngineLoop:
         if request.sampling.stop and self._detokenize is None:
             return "stop strings need a tokenizer; this engine was started without one"
         return None
-
-
-_NOTHING: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 def _expected_work(sequence: EngineSequence) -> int:

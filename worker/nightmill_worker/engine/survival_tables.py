@@ -35,6 +35,16 @@ class SurvivalTables:
         alive[position >= np.minimum(limits, end)[:, None]] = 0.0
         return alive
 
+    def alive_at(self, index: int, generated: int, step: int, limit: int) -> float:
+        """The same for one row and one step: the same bits, without arrays."""
+        self._refresh()
+        start, end = int(self._starts[index]), int(self._ends[index])
+        position = generated + step
+        if position >= min(limit, end):
+            return 0.0
+        item = self._survival.item
+        return float(item(start + position) / max(item(start + min(generated, end)), 1e-12))
+
     def _refresh(self) -> None:
         versions = [distribution.version for distribution in self._distributions]
         if versions == self._versions:
