@@ -40,6 +40,9 @@ class JobSpec:
     check_ids: bool = True
 
 
+DEFAULT_LOOK_AHEAD = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How fast and in how much memory, never what is answered: not part of the spec digest."""
@@ -53,6 +56,7 @@ class EngineOptions:
     pool_bytes: int | None = None  # KV pool; None: by device
     swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none
     num_threads: int | None = None  # CPU threads of the engine; None: by machine
+    look_ahead: int = DEFAULT_LOOK_AHEAD  # rows of a tier that may wait in the engine, for its planner
     tier_shares: TierWeights = DEFAULT_WEIGHTS  # of computed tokens, guaranteed while a tier has work
 
 

@@ -37,7 +37,7 @@ class EngineSession:
         self.model = model
         self._options = options
         self._request_ids = itertools.count()  # of all jobs: ids are unique in an engine
-        self.limits = FeedLimits.of(options.engine.max_num_seqs)
+        self.limits = FeedLimits.of(options.engine.max_num_seqs, options.engine.look_ahead)
         self.supervisor = EngineSupervisor(self._start_engine, self.limits)
 
     def close(self) -> None:

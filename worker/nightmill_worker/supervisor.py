@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from nightmill.errors import EngineError, NightmillError, RowErrorCode
+from nightmill.records import DEFAULT_LOOK_AHEAD
 from nightmill.states import Tier
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.stats import EngineStats
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # only bounds how late a stop is noticed: new work and finished sequences wake the thread
 MAX_BARREN_DEATHS = 16  # deaths in a row without one finished row: it is not the rows. 1 + log2(8192 started) fit
-LOOK_AHEAD = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class FeedLimits:
     prime_s: float = 2.0  # or so long after the first request: what is planned together is planned better
 
     @classmethod
-    def of(cls, max_num_seqs: int, look_ahead: int = LOOK_AHEAD, *, max_tokens: int = 1 << 20) -> "FeedLimits":
+    def of(cls, max_num_seqs: int, look_ahead: int = DEFAULT_LOOK_AHEAD, *, max_tokens: int = 1 << 20) -> "FeedLimits":
         """For an engine of so many slots that plans with `look_ahead` waiting requests of each tier."""
         least = max_num_seqs + max(16, max_num_seqs // 2)
         return cls(max_requests=max(least, max_num_seqs + look_ahead), max_tokens=max_tokens, min_requests=least)

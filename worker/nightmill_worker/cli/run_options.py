@@ -8,7 +8,7 @@ import click
 from nightmill.cli.param_types import ByteSize
 from nightmill.cli.sections import section
 from nightmill.errors import ConfigError
-from nightmill.records import EngineOptions
+from nightmill.records import DEFAULT_LOOK_AHEAD, EngineOptions
 from nightmill.tier_weights import DEFAULT_WEIGHTS, TierWeights
 
 
@@ -72,6 +72,13 @@ engine_options = section(
         metavar="TIER=N,…",
         help="What each tier gets of the computed tokens at least while it has work; what it does not use flows down.",
     ),
+    click.option(
+        "--look-ahead",
+        type=click.IntRange(0),
+        default=DEFAULT_LOOK_AHEAD,
+        show_default=True,
+        help="Rows of a tier that wait in the engine, so that those with a common prefix run together.",
+    ),
     click.option("--num-threads", type=_positive, help="CPU threads of the engine.  [default: all cores]"),
     click.option("--in-process", is_flag=True, hidden=True),
 )
@@ -88,5 +95,6 @@ def read_engine(flags: dict[str, Any]) -> EngineOptions:
         pool_bytes=flags["kv_cache_memory_bytes"],
         swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],
+        look_ahead=flags["look_ahead"],
         tier_shares=flags["tier_share"],
     )
