@@ -210,7 +210,7 @@ class ShardRun:
                 self._convict(suspects[0])
             elif finished and suspects:
                 self._flush()
-                with self._solitude.alone(lambda: not self._must_stop(is_idle=True, finished=False)) as is_alone:
+                with self._solitude.alone(lambda: not self._must_stop(mailbox, finished=False)) as is_alone:
                     finished = is_alone and self._answer_suspects(mailbox, suspects)
             self.rows_recomputed += mailbox.reruns
         if finished:
@@ -251,8 +251,6 @@ class ShardRun:
                 self._offer(mailbox, batch or [])
             self.is_reading = not (exhausted and last)
             may_offer = careful is None and not exhausted and not self._drain.requested
-            # Before: what ends after this look, and is not collected yet, must not be left behind as if it had not run.
-            is_idle = mailbox.in_engine == 0
             outcomes = mailbox.collect(TURN_S, or_room=may_offer)
             # First: a flush on the way writes the mark, and who has started by now belongs into it.
             self._mark_started(mailbox)
@@ -260,7 +258,8 @@ class ShardRun:
                 self._take(outcome)
             self._tell(mailbox)
             finished = exhausted and not self._pending
-            if self._must_stop(is_idle=is_idle, finished=finished):
+            if self._must_stop(mailbox, finished=finished):
+                self._take_last(mailbox)
                 return False
             if finished:
                 return True
@@ -268,6 +267,13 @@ class ShardRun:
             if self._answers.pending and is_due:
                 self._flush()
                 mailbox.note_unflushed(0)
+
+    def _take_last(self, mailbox: Mailbox) -> None:
+        """What ended after the last look must not be left behind as if it had not run."""
+        if not self._lost and not self._drain.at_once:
+            for outcome in mailbox.collect(0.0, or_room=False):
+                self._take(outcome)
+            self._tell(mailbox)
 
     def _convict(self, row_index: int) -> None:
         """A row that took the whole process along, twice, alone."""
@@ -332,12 +338,12 @@ class ShardRun:
         self._mark.settle(self._answers.flush())
         self._flushed_at = time.monotonic()
 
-    def _must_stop(self, *, is_idle: bool, finished: bool) -> bool:
+    def _must_stop(self, mailbox: Mailbox, *, finished: bool) -> bool:
         if self._lost or self._job_stopped:
             return True
         if finished:  # only the part is left to write: sooner done than done again
             return False
-        return self._drain.requested and (is_idle or self._drain.at_once)
+        return self._drain.requested and (mailbox.in_engine == 0 or self._drain.at_once)
 
     def _mark_started(self, mailbox: Mailbox) -> None:
         started = mailbox.take_started()
