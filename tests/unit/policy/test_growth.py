@@ -82,7 +82,7 @@ def test_known_lengths_never_outgrow_the_pool_and_none_is_refused_that_fits(
     assert max(replay(inside, page_size), default=0) <= limit
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
     model = LengthDistribution(1000)
     rng = np.random.default_rng(0)
@@ -162,3 +162,34 @@ def test_the_margin_learns_from_preemptions_and_forgets_slowly():
 
 def test_only_lower_tiers_leave_a_reserve():
     assert [reserve_pages(tier, 5000, 0.04, TierWeights()) for tier in Tier] == [0, 168, 200]
+
+
+LONG_ROWS = st.tuples(st.integers(0, 90), st.integers(0, 5), st.integers(6, 900))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rows=st.lists(st.tuples(ROWS, st.booleans()), min_size=1, max_size=10),
+    candidates=st.lists(st.tuples(LONG_ROWS, st.booleans()), max_size=5),
+    hint=st.one_of(st.none(), st.integers(0, 80)),
+    limit=st.integers(3, 60),
+    page_size=st.sampled_from([3, 16]),
+)
+def test_a_candidate_fits_when_the_peak_with_it_does(model, rows, candidates, hint, limit, page_size):
+    tables = SurvivalTables([model])
+
+    def begin_with(taken, first):
+        running = holders([row for row, _ in taken], known=[known for _, known in taken])
+        return GrowthRound(page_size, running, tables, shared_pages=2, z=1.5, grid=grid(1000), hint=first)
+
+    admissions = begin_with(rows, hint)
+    for (own, generated, end), known in candidates:
+        candidate = Candidate(own_tokens=own, generated=generated, limit=end, is_known=known, distribution=0)
+        rows = [*rows, ((own, generated, end), known)]
+        peak = begin_with(rows, None).peak
+        if abs(peak - limit) > 1e-6:
+            assert admissions.fits(candidate, limit) == (peak <= limit)
+        if peak > limit or not admissions.fits(candidate, limit):
+            rows = rows[:-1]
+            continue
+        admissions.add(candidate)

@@ -8,6 +8,8 @@ One level: a row is in one group. Where rows share a long prefix within a short 
 different tasks), the cut that saves most is taken, for each short prefix apart.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -140,21 +142,36 @@ def _common_pages(tables: NDArray[np.int32], full_pages: NDArray[np.int32]) -> N
 
 def _best_runs(common: NDArray[np.int64], cuts: list[int], page_size: int) -> tuple[NDArray[np.int64], ...]:
     """(starts, sizes, pages) of the runs of neighbours to group, ascending."""
-    root = np.cumsum(common < cuts[0]) - 1  # of each row: the run by the first cut that it is in
-    num_roots = int(root[-1]) + 1
-    runs, worth = [], np.zeros((len(cuts), num_roots))
-    for level, cut in enumerate(cuts):
+    runs = []
+    for cut in cuts:
         is_start = common < cut
         starts = np.flatnonzero(is_start)
-        sizes = np.diff(starts, append=len(common))
+        sizes = np.empty_like(starts)
+        np.subtract(starts[1:], starts[:-1], out=sizes[:-1])
+        sizes[-1] = len(common) - starts[-1]
         pages = np.minimum.reduceat(np.where(is_start, _FAR, common), starts)
         kept = np.flatnonzero(sizes >= MIN_ROWS)
-        starts, sizes, pages = starts[kept], sizes[kept], pages[kept]
-        gain = (sizes - 1) * pages * page_size - sizes * STATE_TOKENS
-        worth[level] = np.bincount(root[starts], gain, num_roots)
-        runs.append((starts, sizes, pages, gain))
-        if len(starts) == 0:
+        if len(kept) == 0:
             break
+        starts, sizes, pages = starts[kept], sizes[kept], pages[kept]
+        runs.append((starts, sizes, pages, (sizes - 1) * pages * page_size - sizes * STATE_TOKENS))
+    if not runs:
+        return (np.empty(0, np.int64),) * 3
+    if len(runs) == 1:
+        starts, sizes, pages, gain = runs[0]
+        pays = gain > 0
+        return starts[pays], sizes[pays], pages[pays]
+    return _best_of_levels(runs, np.cumsum(common < cuts[0]) - 1)
+
+
+def _best_of_levels(
+    runs: Sequence[tuple[NDArray[np.int64], ...]], root: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], ...]:
+    """Of runs within runs, those of the level that saves most; `root`, of each row: the outermost run that it is in."""
+    num_roots = int(root[-1]) + 1
+    worth = np.zeros((len(runs), num_roots))
+    for level, (starts, _, _, gain) in enumerate(runs):
+        worth[level] = np.bincount(root[starts], gain, num_roots)
     best = worth.argmax(axis=0)
     chosen = [
         np.stack((starts, sizes, pages))[:, (best[root[starts]] == level) & (gain > 0)]

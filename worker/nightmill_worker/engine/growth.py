@@ -140,6 +140,8 @@ class GrowthRound:
             hint: `worst` of the round before.
         """
         self._page_size = page_size
+        # A division of whole numbers costs more than all the rest.
+        self._page_bits = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else None
         self._survival = survival
         self._z = z
         self._shared_pages = shared_pages
@@ -152,10 +154,9 @@ class GrowthRound:
         self.worst: int | None = None
         """The point at which a candidate was refused last."""
         self._points = self._first_points(hint)
-        self._is_complete = len(self._points) == 0
-        if self._is_complete:
-            self._complete()
-        else:
+        self._is_complete = False
+        self._horizon = -1
+        if len(self._points):
             self._used, self._variance = self._usage_at_few(self._points)
 
     def _first_points(self, hint: int | None) -> Ints:
@@ -166,26 +167,34 @@ class GrowthRound:
             [p for p in (hint - 1, hint) if (self._grid == p).any() or (self._remaining - 1 == p).any()], np.int64
         )
 
-    def _complete(self) -> None:
-        """Look at all points where a maximum can lie: the last step of each known sequence, a grid for the unknown."""
-        self._is_complete = True
-        self._known = KnownUsage(self._own, self._remaining, self._page_size)
-        self._points = np.unique(np.concatenate((self._grid, np.maximum(self._remaining - 1, 0))))
+    def _complete(self, horizon: int) -> None:
+        """Look at all points where a maximum can lie: the last step of each known sequence, a grid for the unknown.
+
+        From `horizon` on, and after the end of all that runs, nothing is held but what is shared: no maximum there.
+        """
+        if not self._is_complete:
+            self._known = KnownUsage(self._own, self._remaining, self._page_size)
+            longest = self._unknown.limits - self._unknown.generated
+            horizon = max(horizon, int(longest.max(initial=0)), int(self._remaining.max(initial=0)))
+        self._is_complete, self._horizon = True, horizon
+        grid = self._grid[: int(np.searchsorted(self._grid, horizon)) + 1]
+        ends = [c.remaining - 1 for c in self._admitted if c.is_known]
+        self._points = np.unique(np.concatenate((grid, np.maximum(self._remaining - 1, 0), np.array(ends, np.int64))))
         self._used, self._variance = self._usage(self._points)
 
     @property
     def peak(self) -> float:
         """The predicted most pages ever held if nothing more is admitted."""
         if not self._is_complete:
-            self._complete()
+            self._complete(0)
         return float(np.max(self._used + self._z * np.sqrt(self._variance)))
 
     def fits(self, candidate: Candidate, limit: int) -> bool:
         """Whether it and everything admitted so far never hold more than `limit` pages."""
         if self._is_refused(candidate, limit):
             return False
-        if not self._is_complete:
-            self._complete()
+        if candidate.remaining > self._horizon:
+            self._complete(candidate.remaining)
             if self._is_refused(candidate, limit):
                 return False
         if not candidate.is_known:
@@ -281,7 +290,11 @@ class GrowthRound:
     def _pages_of_unknown(self, points: Ints) -> tuple[Floats, Floats]:
         holders = self._unknown
         alive = self._survival.alive_after(holders.distribution, holders.generated, points, holders.limits)
-        pages = (holders.own_tokens[:, None] + points[None, :] + (self._page_size - 1)) // self._page_size
+        pages = holders.own_tokens[:, None] + (points + (self._page_size - 1))
+        if self._page_bits is None:
+            pages //= self._page_size
+        else:
+            pages >>= self._page_bits
         expected = alive * pages
         # A sequence holds `pages` with chance `alive` and nothing otherwise.
         return expected, expected * (pages - expected)

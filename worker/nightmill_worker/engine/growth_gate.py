@@ -143,8 +143,7 @@ class GrowthGate:
         if self._options.enable_prefix_caching:
             num_shared = int(np.count_nonzero(pool.refcount > 1))
             if num_shared:
-                width = int(table.num_published[rows].max())
-                own -= pool.page_size * np.count_nonzero(pool.refcount[table.page_table[rows, :width]] > 1, axis=1)
+                own -= pool.page_size * self._num_shared(rows)
         limits = (table.max_total - table.prompt_len)[rows]
         earliest, latest = self._delays(rows)
         holders = Holders(
@@ -165,6 +164,17 @@ class GrowthGate:
             grid=self._grid,
             hint=self._hint,
         )
+
+    def _num_shared(self, rows: Rows) -> NDArray[np.int64]:
+        """[N] pages of each row that others hold too. They come first: who holds a page holds those before it."""
+        table, is_shared = self._table, self._pool.refcount > 1
+        num_shared = np.zeros(len(rows), np.int64)
+        sharing = np.flatnonzero(is_shared[table.page_table[rows, 0]])
+        if len(sharing):
+            width = int(table.num_published[rows[sharing]].max())
+            pages = table.page_table[:, :width].take(rows[sharing], axis=0)
+            num_shared[sharing] = is_shared.view(np.uint8).take(pages).sum(axis=1, dtype=np.int64)
+        return num_shared
 
     def _delays(self, rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Steps until each row draws its next token, beyond the coming one: at least, at most."""

@@ -32,7 +32,7 @@ class SurvivalTables:
         position = generated[:, None] + steps
         alive: Floats = self._survival.take(np.minimum(position, end[:, None]) + start[:, None])
         alive /= np.maximum(self._survival[start + np.minimum(generated, end)], 1e-12)[:, None]
-        alive[position >= np.minimum(limits, end)[:, None]] = 0.0
+        alive *= position < np.minimum(limits, end)[:, None]
         return alive
 
     def alive_at(self, index: int, generated: int, step: int, limit: int) -> float:
