@@ -318,6 +318,13 @@ PLANTS = (
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_bug_is_caught(plant: Any, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
-    hunt = settings(max_examples=400, stateful_step_count=30, phases=[Phase.generate], print_blob=False)
+    hunt = settings(
+        max_examples=400,
+        stateful_step_count=30,
+        phases=[Phase.generate],
+        print_blob=False,
+        derandomize=True,
+        database=None,
+    )
     with pytest.raises(EngineError, match=r"invariant broken|page pool"):
         run_state_machine_as_test(EngineHunt, settings=hunt)
