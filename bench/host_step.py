@@ -96,18 +96,22 @@ class Samples:
 @click.option("--waiting", default="1000,10000,100000", show_default=True, help="Queue lengths, with commas.")
 @click.option("--steps", default=2000, show_default=True)
 @click.option("--state", type=click.Choice(["decode", "mixed", "both"]), default="both", show_default=True)
+@click.option("--pool", "num_pages", type=int, help="Pages in the mixed state.  [default: 25 a row, which is too few]")
 @click.option("--profile", is_flag=True, help="Print where the time goes.")
-def main(running: int, waiting: str, steps: int, state: str, profile: bool) -> None:
+def main(running: int, waiting: str, steps: int, state: str, num_pages: int | None, profile: bool) -> None:
     """Print a line of JSON for each state and queue length."""
     for name in ("decode", "mixed") if state == "both" else (state,):
         for num_waiting in map(int, waiting.split(",")):
-            click.echo(json.dumps(_measure(name, running, num_waiting, steps, profile)))
+            click.echo(json.dumps(_measure(name, running, num_waiting, steps, num_pages, profile)))
 
 
-def _measure(state: str, running: int, waiting: int, steps: int, profile: bool) -> dict[str, object]:
+def _measure(
+    state: str, running: int, waiting: int, steps: int, num_pages: int | None, profile: bool
+) -> dict[str, object]:
     is_mixed = state == "mixed"
+    mixed_pages = num_pages or MIXED_PAGES * running // 256
     options = LoopOptions(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=8192)
-    loop = EngineLoop(NoModel(MIXED_PAGES * running // 256 if is_mixed else DECODE_PAGES), options)
+    loop = EngineLoop(NoModel(mixed_pages if is_mixed else DECODE_PAGES), options)
     rows = Rows(decode_only=not is_mixed)
     rss = _rss_bytes()
     for _ in range(running + waiting):
