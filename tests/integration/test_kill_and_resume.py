@@ -138,6 +138,8 @@ def test_checkpointed_rows_of_an_open_shard_are_not_computed_again(bench: Bench)
     command = [*bench.run_arguments('{"step_s": 0.03}'), "--shard-rows", "2000"]
     with bench.spawn(*command) as process:
         wait_until(lambda: checkpoints(bench), process)
+        durable_at = bench.num_steps
+        wait_until(lambda: bench.num_steps >= durable_at + 20, process)  # others have started, and are written down
         process.kill()
     again = summary(bench.call(*command))
     assert again["rows_resumed"] >= CHECKPOINT_ROWS
