@@ -269,7 +269,7 @@ def main(storms: int, steps: int, first_seed: int) -> None:
         storm = TierStorm(first_seed + count)
         try:
             num_steps += storm.run()
-        except Exception:
+        except Exception:  # whatever it is: say which storm it was, and fail
             click.echo(f"storm {first_seed + count} after {storm.watch.steps} steps: {storm.options}", err=True)
             raise
         count += 1

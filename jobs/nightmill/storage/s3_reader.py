@@ -4,7 +4,6 @@ Parquet reads a few columns side by side, each in steps; JSON lines go front to 
 each growing while it is read on from its end.
 """
 
-import io
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nightmill.errors import StorageError
 from nightmill.storage.location import bucket_and_key
+from nightmill.storage.positioned import PositionedReader
 from nightmill.storage.protocol import ObjectInfo, changed
 from nightmill.storage.s3_connection import S3Connection
 from nightmill.storage.s3_errors import S3Error, ShortBodyError
@@ -52,7 +52,7 @@ def open_object(connection: S3Connection, uri: str, etag: str | None) -> "pa.Nat
     return pa.PythonFile(ObjectReader(connection, uri, etag), mode="r")
 
 
-class ObjectReader(io.RawIOBase):
+class ObjectReader(PositionedReader):
     """A read-only file. Every request asks for the one version that was opened."""
 
     def __init__(self, connection: S3Connection, uri: str, etag: str | None = None) -> None:
@@ -71,24 +71,6 @@ class ObjectReader(io.RawIOBase):
     def info(self) -> ObjectInfo:
         """What was opened."""
         return ObjectInfo(uri=self._uri, size_bytes=self._size, etag=self._etag or "")
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Byte that is read next."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; nothing is fetched."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
 
     def read(self, size: int = -1) -> bytes:
         """Exactly `size` bytes, or up to the end of the object."""

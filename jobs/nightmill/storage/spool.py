@@ -1,12 +1,12 @@
 """What is written before it is uploaded: in memory while it is small, else in an unnamed file in TMPDIR."""
 
 import errno
-import io
 import shutil
 import tempfile
 from typing import IO, Any, BinaryIO
 
 from nightmill.errors import StorageError
+from nightmill.storage.positioned import PositionedReader
 
 MAX_MEMORY_BYTES = 2**20
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -33,7 +33,7 @@ def spool_error(error: OSError, uri: str) -> StorageError:
     )
 
 
-class SpoolView(io.RawIOBase):
+class SpoolView(PositionedReader):
     """A second, read-only position in a spool that is being written. One thread uses both."""
 
     def __init__(self, spool: IO[bytes]) -> None:
@@ -41,24 +41,6 @@ class SpoolView(io.RawIOBase):
         self._spool = spool
         self._size = spool.tell()
         self._position = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """Byte that is read next."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move this position only."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
 
     def read(self, size: int = -1) -> bytes:
         """As much as asked for, or up to what was written."""
