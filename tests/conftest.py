@@ -1,6 +1,10 @@
 """Fixtures that every kind of test may use."""
 
+import os
 from pathlib import Path
+
+# Read once, when triton is imported, by whoever imports it first: its kernels run on CPU tensors here.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings

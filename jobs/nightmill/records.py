@@ -47,6 +47,7 @@ DEFAULT_LOOK_AHEAD = 4096
 class EngineOptions:
     """How fast and in how much memory, never what is answered: not part of the spec digest."""
 
+    device: str = "auto"  # auto: a GPU where there is one; or cpu, cuda
     page_size: int | None = None  # tokens; None: by device
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None  # tokens in one step; None: by device

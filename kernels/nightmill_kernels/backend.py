@@ -1,4 +1,4 @@
-"""Which implementation a CPU call gets: the C library for this machine's processor, or the torch reference."""
+"""Which implementation a call gets: Triton on a GPU, the C library on a CPU, or the torch reference."""
 
 import logging
 from collections.abc import Iterator
@@ -12,14 +12,31 @@ from nightmill_kernels.cpu.isa import REFERENCE, check_isa, chosen_isa
 from nightmill_kernels.cpu.library import DTYPES, Library
 from nightmill_kernels.cpu.loader import BuildError
 
+TRITON = "triton"
 _log = logging.getLogger(__name__)
 _forced: ContextVar[str | None] = ContextVar("nightmill_kernels_isa", default=None)
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """True when a call with this tensor goes to the Triton kernel: it is on a GPU, or a test asked for it."""
+    forced = _forced.get()
+    return forced == TRITON or (forced is None and tensor.device.type == "cuda")
+
+
+@contextmanager
+def use_triton() -> Iterator[None]:
+    """Run calls of this block through Triton; on CPU tensors in its interpreter (TRITON_INTERPRET=1). For tests."""
+    token = _forced.set(TRITON)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
 
 def library_for(*tensors: Tensor) -> Library | None:
     """The C library when it takes tensors like these (CPU, all fp32 or all bf16), else None: use the reference."""
     dtype = tensors[0].dtype
-    if dtype not in DTYPES:
+    if dtype not in DTYPES or _forced.get() == TRITON:
         return None
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.device.type != "cpu":

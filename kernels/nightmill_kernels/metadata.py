@@ -1,6 +1,7 @@
 """Where each sequence's tokens and pages are: what one step tells every attention layer."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -18,6 +19,23 @@ class PrefixGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWork:
+    """A step's attention as a list of equal pieces of work for a GPU, on its device: see `work_list`.
+
+    Counts are in `header`, on the device, so that a CUDA graph can be replayed with other lists of its capacity.
+    """
+
+    header: Tensor  # int32 [8]: narrow items, wide items, merges, row length of the page tables; the rest 0
+    items: Tensor  # int32 [I, 8] narrow items first
+    rows: Tensor  # int32 [R, 4] (token, its position, first partial or -1, 0) of each query row of each item
+    merges: Tensor  # int32 [M, 4] (token, first partial, number of partials, 0)
+    partial_out: Tensor  # fp32 [P, H, D] scratch
+    partial_lse: Tensor  # fp32 [P, H] scratch, base 2
+    has_wide: bool  # whether there may be wide items: prefill tiles and shared prefixes
+    num_programs: int  # of the attention kernel's grid; each takes every num_programs-th piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """One step's S sequences over T flat tokens, on the device of the page pool. Build it once a step.
 
@@ -30,6 +48,9 @@ class AttentionMetadata:
     page_tables: Tensor  # int32 [S, P] page ids; columns past ceil(context_len / page_size) are never read
     max_query_len: int  # longest query of the step; 1 = decodes only
     groups: PrefixGroups | None = None  # how to compute, never what: results differ in rounding at most
+    work: Mapping[int | None, AttentionWork] = field(
+        default_factory=dict
+    )  # by window; a GPU call without builds its own
 
     @property
     def num_sequences(self) -> int:

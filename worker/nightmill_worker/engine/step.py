@@ -60,6 +60,8 @@ class StepPlan:
     page_tables: NDArray[np.int32]  # [S, P] page ids; columns past ceil(context_len / page_size) are NULL_PAGE
     sample: SampleBatch
     groups: PrefixGroups | None = None  # a hint: a Runner may compute what they share once, or ignore them
+    # [T] -1: as in token_ids; else the token drawn for this row of the SampleBatch of the step submitted before
+    token_source: NDArray[np.int32] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -110,6 +112,22 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the pool and the weights."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A Runner that can be given a step before the one before it has ended. Steps run in the order of the calls.
+
+    At most two are in flight. `run` is `submit` and `collect`, with nothing else in flight.
+    """
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step; the plan's arrays may change as soon as this returns. `plan.token_source` may be set."""
+        ...
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step in flight."""
         ...
 
 
