@@ -49,11 +49,12 @@ class EngineOptions:
 
     device: str = "auto"  # auto: a GPU where there is one; or cpu, cuda
     page_size: int | None = None  # tokens; None: by device
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None  # rows in the batch; None: by device
     max_num_batched_tokens: int | None = None  # tokens in one step; None: by device
     enable_prefix_caching: bool = True
     enable_shared_attention: bool = True
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, KV pool and all
+    enforce_eager: bool = False  # GPU: no recorded graphs
     pool_bytes: int | None = None  # KV pool; None: by device
     swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none
     num_threads: int | None = None  # CPU threads of the engine; None: by machine

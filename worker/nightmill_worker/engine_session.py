@@ -12,12 +12,12 @@ from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.feed.requests import RequestMaker
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.loaded_model import LoadedModel
+from nightmill_worker.model.device_choice import resolve_limits
 from nightmill_worker.service import DEFAULT_STEP_TIMEOUT_S, EngineService
 from nightmill_worker.shard import JobContext
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits
 from nightmill_worker.wire import EngineInfo
 
-DEFAULT_BATCHED_TOKENS = 512  # tokens in a step, on a CPU: a step of 50–100 ms for a small model
 NO_LIMIT = 1 << 20
 
 
@@ -36,8 +36,9 @@ class EngineSession:
     def __init__(self, model: LoadedModel, options: RunOptions) -> None:
         self.model = model
         self._options = options
+        self._step_limits = resolve_limits(options.engine)
         self._request_ids = itertools.count()  # of all jobs: ids are unique in an engine
-        self.limits = FeedLimits.of(options.engine.max_num_seqs, options.engine.look_ahead)
+        self.limits = FeedLimits.of(self._step_limits.max_num_seqs, options.engine.look_ahead)
         self.supervisor = EngineSupervisor(self._start_engine, self.limits)
 
     def close(self) -> None:
@@ -78,13 +79,12 @@ class EngineSession:
         )
 
     def _start_engine(self) -> EngineService:
-        engine = self._options.engine
-        batched = engine.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS, engine.max_num_seqs)
+        engine, limits = self._options.engine, self._step_limits
         return EngineService.start(
             self.model.runner_config,
             LoopOptions(
-                max_num_seqs=engine.max_num_seqs,
-                max_num_batched_tokens=batched,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
                 enable_prefix_caching=engine.enable_prefix_caching,
                 enable_shared_attention=engine.enable_shared_attention,
                 tier_shares=engine.tier_shares,

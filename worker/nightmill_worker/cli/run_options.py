@@ -42,8 +42,21 @@ _positive = click.IntRange(1)
 
 engine_options = section(
     "Engine: speed and memory, never the answers",
-    click.option("--max-num-seqs", type=_positive, default=64, show_default=True, help="Rows in the batch at most."),
-    click.option("--max-num-batched-tokens", type=_positive, help="Tokens in one step.  [default: 512]"),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+        show_default=True,
+        help="auto: a GPU where there is one that torch can use.",
+    ),
+    click.option(
+        "--max-num-seqs", type=_positive, help="Rows in the batch at most.  [default: 64 on a CPU, 256 on a GPU]"
+    ),
+    click.option(
+        "--max-num-batched-tokens",
+        type=_positive,
+        help="Tokens in one step.  [default: 512 on a CPU, 8192 on a GPU]",
+    ),
     click.option("--page-size", "--block-size", type=click.IntRange(1), help="Tokens of a KV page.  [default: 16]"),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -58,6 +71,14 @@ engine_options = section(
         help="Read the pages of such a prefix once for all rows in the batch.",
     ),
     click.option("--kv-cache-memory-bytes", type=ByteSize(), metavar="SIZE", help="KV page pool: 512M, 4G."),
+    click.option(
+        "--gpu-memory-utilization",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        show_default=True,
+        help="Share of a GPU's memory for weights, pages and the rest; what others hold there counts.",
+    ),
+    click.option("--enforce-eager", is_flag=True, help="GPU: record no graphs of decode steps; starts sooner."),
     click.option(
         "--swap-space",
         type=SwapSpace(),
@@ -87,11 +108,14 @@ engine_options = section(
 def read_engine(flags: dict[str, Any]) -> EngineOptions:
     """What the flags of `engine_options` say."""
     return EngineOptions(
+        device=flags["device"],
         page_size=flags["page_size"],
         max_num_seqs=flags["max_num_seqs"],
         max_num_batched_tokens=flags["max_num_batched_tokens"],
         enable_prefix_caching=flags["enable_prefix_caching"],
         enable_shared_attention=flags["enable_shared_attention"],
+        gpu_memory_utilization=flags["gpu_memory_utilization"],
+        enforce_eager=flags["enforce_eager"],
         pool_bytes=flags["kv_cache_memory_bytes"],
         swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],

@@ -69,7 +69,7 @@ class CudaDevice(Device):
         cuda.synchronize()
         peak = cuda.max_memory_reserved() - before
         cuda.empty_cache()
-        return max(0, peak)
+        return max(0, int(peak))
 
 
 class _Event:
