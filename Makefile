@@ -81,3 +81,10 @@ chaos: services  ## kill everything at random for DURATION seconds, SEEDS times,
 .PHONY: bench
 bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
 	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json
+
+TRITON ?= installed 3.6.0
+ARCHS ?= 80 90 100
+.PHONY: kernels-check
+kernels-check: $(VENV)/.dev  ## compile every Triton kernel for GPUs that are not here; JSON=FILE, TRITON="3.6.0", ARCHS="90", UPDATE=1
+	$(BIN)/python -m nightmill_kernels.check --triton $(TRITON) --arch $(ARCHS) \
+		$(if $(JSON),--json "$(JSON)") $(if $(UPDATE),--update)
