@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, AttentionCall
 from nightmill_kernels.layout import heads_dense, pages_dense
 from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
@@ -38,6 +38,10 @@ def paged_attention(
         raise ValueError(
             f"out {out.dtype} {tuple(out.shape)} must be like q, {q.dtype} {tuple(q.shape)}, heads contiguous"
         )
+    if on_triton(q):
+        from nightmill_kernels.gpu import paged_attention as gpu
+
+        return gpu.paged_attention(q, k_pool, v_pool, meta, scale=scale, window=window, softcap=softcap, out=out)
     library = library_for(q, k_pool, v_pool)
     if library is not None and library.paged_attention(_call(q, k_pool, v_pool, meta, scale, window, softcap, out)):
         return out
