@@ -26,6 +26,7 @@ _VARIABLES = frozenset(
         "NIGHTMILL_BUCKET",
         "NIGHTMILL_QUEUE_TYPE",
         "NIGHTMILL_RING_AFTER_S",
+        "NIGHTMILL_TEST_DEVICE",  # read by the kernels' tests only: on which device they run
     }
 )
 
