@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.reference import argmax as reference
 
 
@@ -14,6 +14,12 @@ def argmax(logits: Tensor) -> Tensor:
     """
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError(f"logits {tuple(logits.shape)} must be [R, V], V > 0, rows contiguous, not {logits.stride()}")
+    if on_triton(logits):
+        from nightmill_kernels.gpu import argmax as gpu
+
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        gpu.argmax(logits, out)
+        return out
     library = library_for(logits)
     if library is None:
         return reference.argmax(logits)

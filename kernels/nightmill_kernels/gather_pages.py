@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nightmill_kernels.backend import on_triton
 from nightmill_kernels.reference import gather_pages as reference
 
 
@@ -21,14 +22,29 @@ def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> Tensor:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check(pool, pages, out)
-    reference.gather_pages(pool, pages, out)
+    if on_triton(pool) and _pages_whole(pool):
+        from nightmill_kernels.gpu import gather_pages as gpu
+
+        gpu.gather_pages(pool, pages, out)
+    else:
+        reference.gather_pages(pool, pages, out)
     return out
 
 
 def scatter_pages(staging: Tensor, pages: Tensor, pool: Tensor) -> None:
     """Copy pages [n, planes, …page] back into a pool at `pages`, which are distinct; the inverse of `gather_pages`."""
     _check(pool, pages, staging)
-    reference.scatter_pages(staging, pages, pool)
+    if on_triton(pool) and _pages_whole(pool):
+        from nightmill_kernels.gpu import gather_pages as gpu
+
+        gpu.scatter_pages(staging, pages, pool)
+    else:
+        reference.scatter_pages(staging, pages, pool)
+
+
+def _pages_whole(pool: Tensor) -> bool:
+    """True when each page is in one piece, whatever lies between pages and planes."""
+    return pool.dim() > 2 and pool.numel() > 0 and pool[0, 0].is_contiguous()
 
 
 def _check(pool: Tensor, pages: Tensor, staging: Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, NormCall
 from nightmill_kernels.layout import heads_dense
 from nightmill_kernels.reference import rms_norm as reference
@@ -20,6 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     elif out.shape != x.shape or out.dtype != x.dtype or not heads_dense(out):
         raise ValueError(f"out {out.dtype} {tuple(out.shape)} must be like x, {x.dtype} {tuple(x.shape)}")
+    if on_triton(x):
+        from nightmill_kernels.gpu import rms_norm as gpu
+
+        gpu.rms_norm(x, None, weight, out, eps, weight_offset)
+        return out
     library = library_for(x, weight)
     if library is not None and library.rms_norm(_call(x, None, weight, out, eps, weight_offset)):
         return out
@@ -36,6 +41,12 @@ def add_rms_norm(
     _check(x, weight)
     if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(f"residual {residual.dtype} {tuple(residual.shape)} must be contiguous and like x {x.shape}")
+    if on_triton(x):
+        from nightmill_kernels.gpu import rms_norm as gpu
+
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gpu.rms_norm(x, residual, weight, out, eps, weight_offset)
+        return out, residual
     library = library_for(x, weight)
     if library is not None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

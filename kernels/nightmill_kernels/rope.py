@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
 from nightmill_kernels.layout import heads_dense
 from nightmill_kernels.reference import rope as reference
@@ -17,7 +17,12 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     cos_sin fp32 [max_len, rot]: the first rot/2 columns are cosines, the others sines. rot < D leaves the tail as it
     is. positions int32 or int64 [T], each below max_len. q and k may be views of a fused projection.
     """
-    _check(q, k, positions, cos_sin)
+    check_rope(q, k, positions, cos_sin)
+    if on_triton(q):
+        from nightmill_kernels.gpu import rope as gpu
+
+        gpu.rope(q, k, positions, cos_sin)
+        return
     library = library_for(q, k)
     if library is None or not library.rope_store(RopeCall(**_rope_fields(q, k, positions, cos_sin))):
         reference.rope(q, k, positions, cos_sin)
@@ -34,8 +39,13 @@ def rope_store_kv(
     slots: Tensor,
 ) -> None:
     """`rope`, then `store_kv` of the rotated k and of v, in one pass over the tokens."""
-    _check(q, k, positions, cos_sin)
+    check_rope(q, k, positions, cos_sin)
     check_store(k, v, k_pool, v_pool, slots)
+    if on_triton(q):
+        from nightmill_kernels.gpu import rope as gpu
+
+        gpu.rope_store_kv(q, k, v, positions, cos_sin, k_pool, v_pool, slots)
+        return
     library = library_for(q, k, v, k_pool, v_pool)
     if library is not None:
         fields = _rope_fields(q, k, positions, cos_sin) | store_fields(k, v, k_pool, v_pool, slots)
@@ -65,7 +75,8 @@ def _rope_fields(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> di
     }
 
 
-def _check(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+def check_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Raise ValueError for shapes and strides that cannot be rotated."""
     rot = cos_sin.shape[1]
     if rot % 2 or rot > q.shape[-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"cos_sin has {rot} columns: an even number, at most the head size {q.shape[-1]}, is needed")

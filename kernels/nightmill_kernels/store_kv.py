@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
 from nightmill_kernels.layout import heads_dense, pages_dense
 from nightmill_kernels.reference import store_kv as reference
@@ -15,6 +15,11 @@ def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
     A negative slot is padding and is skipped. k and v may be views of a fused projection (heads contiguous).
     """
     check_store(k, v, k_pool, v_pool, slots)
+    if on_triton(k):
+        from nightmill_kernels.gpu import store_kv as gpu
+
+        gpu.store_kv(k, v, k_pool, v_pool, slots)
+        return
     library = library_for(k, v, k_pool, v_pool)
     if library is None or not library.rope_store(RopeCall(**store_fields(k, v, k_pool, v_pool, slots))):
         reference.store_kv(k, v, k_pool, v_pool, slots)
