@@ -40,7 +40,11 @@ def compile_spec(spec: KernelSpec, arch: int) -> KernelBuild:
     started = time.perf_counter()
     try:
         source = _source(spec)
-        options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+        options = {
+            "num_warps": spec.num_warps,
+            "num_stages": spec.num_stages,
+            "enable_fp_fusion": spec.enable_fp_fusion,
+        }
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:  # noqa: BLE001  # whatever a compiler throws is this row's result, not ours
         return KernelBuild(**facts, seconds=time.perf_counter() - started, error=_last_lines(error))

@@ -19,3 +19,4 @@ class KernelSpec:
     num_stages: int
     wants_tensor_cores: bool = False  # a build without mma or wgmma is refused
     min_arch: int = 80
+    enable_fp_fusion: bool = True  # False: no a · b + c is rounded once; the launch says the same
