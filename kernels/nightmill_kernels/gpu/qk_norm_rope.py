@@ -33,7 +33,7 @@ def plan_heads(heads: int, kv_heads: int, head_dim: int) -> HeadTiles:
     width = triton.next_power_of_2(head_dim)
     kv_block = triton.next_power_of_2(kv_heads)
     num_warps = min(4, max(1, kv_block * width // 512))
-    q_block = min(triton.next_power_of_2(heads), max(1, num_warps * 1024 // width))
+    q_block = min(triton.next_power_of_2(max(1, heads)), max(1, num_warps * 1024 // width))
     return HeadTiles(q_heads=q_block, kv_heads=kv_block, num_warps=num_warps)
 
 
@@ -57,9 +57,13 @@ def _turn(
 ):
     """Normalise, rotate, write back and store some heads of one token."""
     dtype = x.dtype.element_ty
-    rows = x + (head * D)[:, None]
-    half, rest = tl.arange(0, HALF_BLOCK)[None, :], 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    start = (head * D)[:, None]
+    # Full tiles of columns even where every head reads the same (weights, cosines): one row of them would have to be
+    # spread over the threads through shared memory, each time with a barrier.
+    half = tl.zeros_like(start) + tl.arange(0, HALF_BLOCK)[None, :]
+    rest = tl.zeros_like(start) + 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     in_half, in_rest = is_head[:, None] & (half < HALF), is_head[:, None] & (rest < D)
+    rows = x + start
     HAS_REST: tl.constexpr = 2 * HALF < D and (weight is not None or pool is not None)
     if HALF:
         first = tl.load(rows + half, in_half, other=0.0).to(tl.float32)
@@ -75,16 +79,16 @@ def _turn(
         scale = tl.rsqrt(squares / D + eps)[:, None]
         # Rounded before the rotation, as models are trained and as separate operations would.
         if HALF:
-            factor = tl.load(weight + half, half < HALF, other=0.0).to(tl.float32) + weight_offset
+            factor = tl.load(weight + half, in_half, other=0.0).to(tl.float32) + weight_offset
             first = (first * scale * factor).to(dtype).to(tl.float32)
-            factor = tl.load(weight + HALF + half, half < HALF, other=0.0).to(tl.float32) + weight_offset
+            factor = tl.load(weight + HALF + half, in_half, other=0.0).to(tl.float32) + weight_offset
             second = (second * scale * factor).to(dtype).to(tl.float32)
         if HAS_REST:
-            factor = tl.load(weight + rest, rest < D, other=0.0).to(tl.float32) + weight_offset
+            factor = tl.load(weight + rest, in_rest, other=0.0).to(tl.float32) + weight_offset
             tail = tail * scale * factor
     if HALF:
-        cos = tl.load(cos_sin + half, half < HALF, other=0.0)
-        sin = tl.load(cos_sin + HALF + half, half < HALF, other=0.0)
+        cos = tl.load(cos_sin + half, in_half, other=0.0)
+        sin = tl.load(cos_sin + HALF + half, in_half, other=0.0)
         turned = (first * cos - second * sin).to(dtype)
         turned_second = (second * cos + first * sin).to(dtype)
         if WRITES:
@@ -154,10 +158,10 @@ def _qk_norm_rope(
             k + token * k_stride, head, is_head, k_weight, table, eps, weight_offset, pool, is_stored,
             D, HALF, HALF_BLOCK, REST_BLOCK, PAGE * D, WRITES_K,
         )  # fmt: skip
-    else:
-        head = (tl.program_id(1) - 1) * Q_HEADS + tl.arange(0, Q_HEADS)
+    elif q is not None:
+        q_head = (tl.program_id(1) - 1) * Q_HEADS + tl.arange(0, Q_HEADS)
         _turn(
-            q + token * q_stride, head, head < H, q_weight, table, eps, weight_offset, None, False,
+            q + token * q_stride, q_head, q_head < H, q_weight, table, eps, weight_offset, None, False,
             D, HALF, HALF_BLOCK, REST_BLOCK, 0, True,
         )  # fmt: skip
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from nightmill_kernels.gated_mul import gelu_mul, silu_mul
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_kernels.paged_attention import paged_attention
+from nightmill_kernels.qk_norm_rope import HeadNorms, qk_norm_rope
 from nightmill_kernels.rms_norm import add_rms_norm, rms_norm
-from nightmill_kernels.rope import rope_store_kv
-from nightmill_kernels.store_kv import store_kv
 from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
 from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.weights import LayerWeights
@@ -25,6 +24,7 @@ class StepTensors:
     slots: Tensor  # int64 [T]
     attention: AttentionMetadata
     sampled: Tensor | None  # int64 [R] indices into T; None: every token, in order
+    token_index: Tensor | None = None  # int32 [T] which of token_ids, then of any length, the tokens are
 
 
 class Layer:
@@ -46,10 +46,15 @@ class Layer:
         self._attention_norm, self._attention_post_norm = weights.attention_norm, weights.attention_post_norm
         self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
         self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
+        self._head_norms = _head_norms(config, weights)
         self._k_pages, self._v_pages = pages
         self._cos_sin = cos_sin  # None: no positions in this layer
         self._window = config.layers[index].window
         self._activate: Callable[[Tensor], Tensor] = silu_mul if config.activation is Activation.SILU else gelu_mul
+
+    def bind(self, pages: tuple[Tensor, Tensor]) -> None:
+        """Keep K and V there from now on."""
+        self._k_pages, self._v_pages = pages
 
     def attend(self, delta: Tensor | None, residual: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Attention over everything each token may see, before the output projection.
@@ -66,11 +71,19 @@ class Layer:
         hidden, residual = self._enter(delta, residual, self._attention_norm)
         qkv = self._qkv(hidden).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = qkv.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        q, k = self._norm_heads(q, self._q_norm), self._norm_heads(k, self._k_norm)
-        if self._cos_sin is None:
-            store_kv(k, v, self._k_pages, self._v_pages, step.slots)
-        else:
-            rope_store_kv(q, k, v, step.positions, self._cos_sin, self._k_pages, self._v_pages, step.slots)
+        if c.qk_norm is QKNorm.FULL:
+            q, k = self._norm_all_heads(q, self._q_norm), self._norm_all_heads(k, self._k_norm)
+        q = qk_norm_rope(
+            q,
+            k,
+            v,
+            step.positions,
+            self._k_pages,
+            self._v_pages,
+            step.slots,
+            cos_sin=self._cos_sin,
+            norms=self._head_norms,
+        )
         mixed = paged_attention(
             q,
             self._k_pages,
@@ -104,11 +117,12 @@ class Layer:
             delta = rms_norm(delta, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
         return delta if c.residual_scale == 1.0 else delta.mul_(c.residual_scale)
 
-    def _norm_heads(self, heads: Tensor, norm: Tensor | None) -> Tensor:
-        """[T, heads, D] normalised by head, or over all heads of a token."""
-        c = self._config
-        if norm is None:
-            return heads
-        if c.qk_norm is QKNorm.HEAD:
-            return rms_norm(heads, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
-        return rms_norm(heads.flatten(1), norm, c.norm_eps).view(heads.shape)
+    def _norm_all_heads(self, heads: Tensor, norm: Tensor | None) -> Tensor:
+        """[T, heads, D] normalised over all heads of a token together."""
+        return heads if norm is None else rms_norm(heads.flatten(1), norm, self._config.norm_eps).view(heads.shape)
+
+
+def _head_norms(config: ModelConfig, weights: LayerWeights) -> HeadNorms | None:
+    if config.qk_norm is not QKNorm.HEAD or weights.q_norm is None or weights.k_norm is None:
+        return None
+    return HeadNorms(q=weights.q_norm, k=weights.k_norm, eps=config.norm_eps, weight_offset=config.norm_weight_offset)
