@@ -2,19 +2,28 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig
 from nightmill_worker.engine.step import PoolShape, Runner
+from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
+from nightmill_worker.model.decoder import Decoder
+from nightmill_worker.model.device import Device
+from nightmill_worker.model.device_choice import StepLimits
+from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.model.dummy import dummy_weights
+from nightmill_worker.model.pool import KVPool
 from nightmill_worker.model.runner import ModelRunner
+from nightmill_worker.model.weights import ModelWeights
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
 NUM_HOST_PAGES = 16
+_MAX_MODEL_LEN = 200
 VOCAB_SIZE = 101
 FAIL_TOKEN = 100
 """A sequence that has it in sight gets a row failure."""
@@ -50,6 +59,28 @@ def fake_runner(_: Path) -> Runner:
 
 def model_runner(directory: Path) -> Runner:
     """A tiny decoder in float32 whose logits depend on all it sees; FAIL_TOKEN's embedding is not a number."""
+    config, weights, shape = _tiny(directory)
+    return ModelRunner(config, weights, shape, max_model_len=_MAX_MODEL_LEN, num_host_pages=NUM_HOST_PAGES)
+
+
+def device_runner(directory: Path, *, enforce_eager: bool = False) -> Runner:
+    """The same, run as a GPU's steps are: staged, decodes by graph, drawn where the logits are."""
+    config, weights, shape = _tiny(directory)
+    pool = KVPool(config, shape, torch.float32)
+    return DeviceRunner(
+        config,
+        Decoder(config, weights, pool, max_model_len=_MAX_MODEL_LEN),
+        pool,
+        Device(),
+        dtype=torch.float32,
+        max_model_len=_MAX_MODEL_LEN,
+        limits=StepLimits(device="cpu", max_num_seqs=24, max_num_batched_tokens=256),
+        num_host_pages=NUM_HOST_PAGES,
+        enforce_eager=enforce_eager,
+    )
+
+
+def _tiny(directory: Path) -> tuple[ModelConfig, ModelWeights, PoolShape]:
     (directory / "config.json").write_text(json.dumps(_TINY))
     config = read_config(directory)
     weights = dummy_weights(config, torch.float32, seed=3)
@@ -61,7 +92,12 @@ def model_runner(directory: Path) -> Runner:
     weights.embedding[FAIL_TOKEN] = float("nan")
     weights.lm_head[FAIL_TOKEN] = 0  # others are far above: it is not drawn unless asked for
     shape = PoolShape(num_pages=NUM_PAGES, page_size=PAGE_SIZE, bytes_per_token=config.kv_bytes_per_token("float32"))
-    return ModelRunner(config, weights, shape, max_model_len=200, num_host_pages=NUM_HOST_PAGES)
+    return config, weights, shape
 
 
-SUBJECTS: dict[str, Callable[[Path], Runner]] = {"fake": fake_runner, "model": model_runner}
+SUBJECTS: dict[str, Callable[[Path], Runner]] = {
+    "fake": fake_runner,
+    "model": model_runner,
+    "device": device_runner,
+    "device-eager": partial(device_runner, enforce_eager=True),
+}

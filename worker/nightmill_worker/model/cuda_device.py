@@ -15,17 +15,16 @@ cuda: Any = torch.cuda  # most of it has no types
 class CudaDevice(Device):
     """The current CUDA device: work runs on torch's current stream, copies beside it on one of their own."""
 
-    can_capture = True
-
     def __init__(self) -> None:
-        super().__init__(f"cuda:{cuda.current_device()}")
+        index = cuda.current_device()
+        super().__init__(f"cuda:{index}", num_sms=cuda.get_device_properties(index).multi_processor_count)
         self._side = cuda.Stream()
         self._capture_stream = cuda.Stream()
         self._pool: Any = None
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Page-locked: copies from other memory would wait for the device."""
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def mark(self) -> Mark:
         """An event."""
@@ -83,7 +82,7 @@ class _Event:
         self._recorded = True
 
     def wait(self) -> None:
-        if self._recorded:
+        if self._recorded and not self._event.query():
             self._traffic.waits += 1
             self._event.synchronize()
 

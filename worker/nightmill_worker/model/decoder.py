@@ -38,7 +38,10 @@ class Decoder:
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write K and V of every token; the hidden states [R, d], after the last norm, of those that draw."""
-        residual = F.embedding(step.token_ids, self._embedding)
+        token_ids = step.token_ids
+        if step.token_index is not None:
+            token_ids = token_ids.index_select(0, step.token_index)
+        residual = F.embedding(token_ids, self._embedding)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         delta: Tensor | None = None
@@ -55,10 +58,22 @@ class Decoder:
         c = self._config
         return rms_norm(residual.add_(delta), self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset)
 
+    def bind(self, pool: KVPool) -> None:
+        """Use another page pool from now on: how large it may be is known only once the model has run."""
+        for index, layer in enumerate(self._layers):
+            layer.bind(pool.layer(index))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab] of hidden states [R, d], in the model's dtype, or float32 where the family reshapes them."""
+        return self.shape_logits(self.project(hidden))
+
+    def project(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The output projection alone, [R, vocab] in the model's dtype; into `out` if it is given."""
+        return self._lm_head(hidden, out)
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """What the family does to them after the projection: as they are, or scaled and capped in float32."""
         c = self._config
-        logits = self._lm_head(hidden)
         if c.logit_scale != 1.0:
             logits = logits.float().mul_(c.logit_scale)
         if c.logit_softcap is not None:

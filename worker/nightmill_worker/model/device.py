@@ -73,15 +73,14 @@ class Graph(Protocol):
 class Device:
     """The CPU, which does what it is asked for at once; base of CudaDevice."""
 
-    can_capture = False
-
-    def __init__(self, name: str = "cpu") -> None:
+    def __init__(self, name: str = "cpu", *, num_sms: int = 1) -> None:
         self.torch_device = torch.device(name)
+        self.num_sms = num_sms  # multiprocessors, each of which runs a few programs of a kernel at once
         self.traffic = Traffic()
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros in host memory that this device copies from and to without a detour."""
-        return torch.zeros(shape, dtype=dtype)
+        """Unwritten host memory that this device copies from and to without a detour."""
+        return torch.empty(shape, dtype=dtype)
 
     def to_device(self, destination: Tensor, source: Tensor) -> None:
         """Copy host memory to the device; `source` stays as it is until a mark after this was passed."""

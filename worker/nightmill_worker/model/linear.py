@@ -21,8 +21,12 @@ class Linear:
         self._packed = _pack(weight) if pack and _can_pack(weight.device.type, weight.dtype) else None
         self._weight = None if self._packed is not None else weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, out] of x [rows, in]; rows ≥ 1."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, out] of x [rows, in]; rows ≥ 1. `out`: where to; a recorded graph's result has a place of its own."""
+        if out is not None:
+            if self._weight is None or self._bias is not None:
+                return out.copy_(self(x))
+            return torch.mm(x, self._weight.t(), out=out)
         if self._weight is not None:
             return F.linear(x, self._weight, self._bias)
         return _packed_linear(x, self._packed, self._bias)

@@ -56,13 +56,13 @@ class StagingBuffer:
         """Where the next put goes, in bytes."""
         return self._end
 
-    def put(self, array: NDArray[np.generic], *, room: int | None = None, fill: float = 0) -> Tensor:
+    def put(self, array: NDArray[np.generic], *, room: int | None = None, fill: float | None = 0) -> Tensor:
         """Write an array into the host buffer; it may change as soon as this returns.
 
         Args:
             array: int32, int64, uint64, float32, uint8 or bool, of any shape and strides.
             room: Entries of the first axis to make of it; those that it lacks are `fill`.
-            fill: See `room`.
+            fill: See `room`; None: whatever was there.
 
         Returns:
             The same place on the device, [room or len(array), …]: it holds the array after the next `flush`, until
@@ -80,6 +80,17 @@ class StagingBuffer:
         self._end = start + _aligned(num_bytes)
         _write(self._arrays[self._turn][start : start + num_bytes], array, shape, fill)
         return self._view(start, num_bytes, shape, array.dtype)
+
+    def at(self, offset: int, shape: tuple[int, ...], dtype: "np.dtype[np.generic]") -> Tensor:
+        """A place of the buffer on the device: what a graph reads whose arrays differ in size from step to step.
+
+        Raises:
+            ValueError: It is not all within the buffer.
+        """
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        if offset + num_bytes > self._capacity:
+            raise ValueError(f"{shape} {dtype} at {offset} does not fit a staging buffer of {self._capacity} bytes")
+        return self._view(offset, num_bytes, shape, dtype)
 
     def flush(self) -> None:
         """Send what was put since the last flush in one copy; nothing when nothing was."""
@@ -99,7 +110,7 @@ class StagingBuffer:
     def _view(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: "np.dtype[np.generic]") -> Tensor:
         return self.device_bytes[start : start + num_bytes].view(_DTYPES[dtype.name]).view(shape)
 
-    def _put_beside(self, array: NDArray[np.generic], shape: tuple[int, ...], fill: float) -> Tensor:
+    def _put_beside(self, array: NDArray[np.generic], shape: tuple[int, ...], fill: float | None) -> Tensor:
         host = self._device.host_tensor(shape, _DTYPES[array.dtype.name])
         _write(host.numpy().reshape(-1).view(np.uint8), array, shape, fill)
         place = torch.empty_like(host, device=self._device.torch_device)
@@ -107,10 +118,10 @@ class StagingBuffer:
         return place
 
 
-def _write(place: NDArray[np.uint8], array: NDArray[np.generic], shape: tuple[int, ...], fill: float) -> None:
+def _write(place: NDArray[np.uint8], array: NDArray[np.generic], shape: tuple[int, ...], fill: float | None) -> None:
     typed = place.view(array.dtype).reshape(shape)
     typed[: len(array)] = array
-    if len(array) < shape[0]:
+    if len(array) < shape[0] and fill is not None:
         typed[len(array) :] = fill
 
 
