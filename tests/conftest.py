@@ -1,6 +1,7 @@
 """Fixtures that every kind of test may use."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 # Read once, when triton is imported, by whoever imports it first: its kernels run on CPU tensors here.
@@ -13,7 +14,8 @@ from nightmill.records import ModelSpec
 from nightmill_worker.model.source import resolve_model
 from nightmill_worker.model.threads import limit_spinning
 
-pytest_plugins = ["tests.services.plugin"]
+# A machine with a GPU has torch and pytest, and nothing to start a broker with: the kernels' tests run there, too.
+pytest_plugins = ["tests.services.plugin"] if find_spec("amqp") else []
 
 # Before a test loads torch: threads that spin take the cores from the processes that the tests start.
 limit_spinning()
