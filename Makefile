@@ -78,6 +78,11 @@ DURATION ?= 90
 chaos: services  ## kill everything at random for DURATION seconds, SEEDS times, and count rows: bench/chaos/last.json
 	$(BIN)/python -m tests.chaos.run --seeds $(SEEDS) --duration $(DURATION)
 
+OUT ?= bench/gpu
+.PHONY: gpu
+gpu: $(VENV)/.dev  ## prove and measure everything on a GPU, in at most 8 minutes: bench/gpu/RESULTS.md
+	$(BIN)/python -m bench.gpu --out $(OUT)
+
 .PHONY: bench
 bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
 	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json

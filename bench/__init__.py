@@ -1,0 +1,1 @@
+"""Throughput and simulation, one command each."""

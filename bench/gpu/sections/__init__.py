@@ -1,0 +1,1 @@
+"""One module per section, each with `run(notebook, task)`."""

@@ -1,0 +1,148 @@
+"""Where the time of a step goes, by torch's profiler: a decode step and a mixed one of Qwen3-0.6B's shape."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu.clock import synchronize
+from bench.gpu.engine_run import build, loop_options, opened
+from bench.gpu.notebook import Notebook
+from bench.gpu.section import Task
+from bench.gpu.workloads import requests_of, steady_rows
+from nightmill_worker.engine.loop import EngineLoop
+from nightmill_worker.engine.step import Runner
+
+MODEL = "qwen3-0.6b"
+STEPS = 20
+KINDS = (
+    ("attention", ("paged_attention", "attend", "attention", "items", "narrow", "wide")),
+    ("merge", ("merge",)),
+    ("sampling", ("draw", "argmax", "gumbel", "sample", "softmax", "sort", "topk", "penal")),
+    ("norms", ("norm",)),
+    ("rope and KV write", ("rope", "store_kv")),
+    ("activation", ("gated_mul", "silu", "gelu")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "sm90_", "linear", "addmm", "aten::mm")),
+    ("copies", ("memcpy", "memset", "copy", "gather", "scatter", "index", "embedding", "elementwise")),
+)
+"""The first kind of which a kernel's name has a part. Merge and norm names may hold others': order matters."""
+_ORDER = ("merge", "rope and KV write", "norms", "sampling", "attention", "activation", "GEMM", "copies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """All launches of one name."""
+
+    name: str
+    count: int
+    us: float
+
+
+def run(notebook: Notebook, task: Task) -> None:
+    with opened(build("tiny" if task.is_tiny else MODEL, task.device)) as runner:
+        decode_steps(notebook, task, runner)
+        mixed_step(notebook, task, runner)
+
+
+def decode_steps(notebook: Notebook, task: Task, runner: Runner) -> None:
+    """256 rows with contexts about 1,024 long."""
+    count, length = (4, 20) if task.is_tiny else (256, 1000)
+    loop = _decoding(runner, count, length)
+    _, wall = _profiled(task, lambda: _steps(loop, STEPS))
+    kernels, _ = _profiled(task, lambda: _steps(loop, STEPS), trace=True)
+    _report(notebook, kernels, wall, STEPS, f"decode, {count} rows at {length + 40:,}", "profile-decode.txt")
+
+
+def mixed_step(notebook: Notebook, task: Task, runner: Runner) -> None:
+    """Decodes with prompts beside them: every second step has chunks of new prompts up to the step's budget."""
+    count, length = (4, 20) if task.is_tiny else (248, 1000)
+    loop = _decoding(runner, count, length, room=8)
+    fresh = steady_rows(16, tokens_in=length, tokens_out=2, vocab_size=500 if task.is_tiny else 10_000)
+    batches = [
+        requests_of(fresh[:8], temperature=0.6, first_id=1000),
+        requests_of(fresh[8:], temperature=0.6, first_id=2000),
+    ]
+
+    def mixed(batch: int) -> None:
+        for request in batches[batch]:
+            loop.add(request)
+        _steps(loop, 2)
+
+    _, wall = _profiled(task, lambda: mixed(0))
+    kernels, _ = _profiled(task, lambda: mixed(1), trace=True)
+    _report(notebook, kernels, wall, 2, f"mixed, {count} decodes and 8 prompts of {length:,}", "profile-mixed.txt")
+
+
+def _decoding(runner: Runner, count: int, length: int, room: int = 0) -> EngineLoop:
+    """A loop in which `count` rows decode."""
+    loop = EngineLoop(runner, loop_options(max_num_seqs=count + room))
+    for request in requests_of(steady_rows(count, tokens_in=length, tokens_out=400, vocab_size=500), temperature=0.6):
+        loop.add(request)
+    while loop.counters.generated_tokens < 3 * count:
+        loop.step()
+    return loop
+
+
+def _steps(loop: EngineLoop, count: int) -> None:
+    for _ in range(count):
+        loop.step()
+
+
+def _profiled(task: Task, work: Callable[[], None], *, trace: bool = False) -> tuple[list[Kernel], float]:
+    """Kernels by time, and seconds by the host's clock (which tracing makes longer: measure it without)."""
+    import time
+
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize(task.device)
+    begun = time.perf_counter()
+    if not trace:
+        work()
+        synchronize(task.device)
+        return [], time.perf_counter() - begun
+    activities = [ProfilerActivity.CPU] if task.is_tiny else [ProfilerActivity.CUDA]
+    with profile(activities=activities) as profiler:
+        work()
+        synchronize(task.device)
+    return _kernels(profiler, task), time.perf_counter() - begun
+
+
+def _kernels(profiler: Any, task: Task) -> list[Kernel]:
+    averages = profiler.key_averages()
+    times = [(a.key, a.count, a.self_cpu_time_total if task.is_tiny else a.self_device_time_total) for a in averages]
+    kernels = [Kernel(name=name, count=count, us=us) for name, count, us in times if us > 0]
+    return sorted(kernels, key=lambda kernel: -kernel.us)
+
+
+def _report(notebook: Notebook, kernels: Sequence[Kernel], wall: float, steps: int, name: str, file: str) -> None:
+    notebook.check(f"{name}: the profiler saw kernels", bool(kernels))
+    busy = sum(kernel.us for kernel in kernels)
+    kinds: dict[str, float] = {}
+    for kernel in kernels:
+        kind = kind_of(kernel.name)
+        kinds[kind] = kinds.get(kind, 0.0) + kernel.us
+    per_step = 1e6 * wall / steps
+    lines = [[kind, us / steps, 100 * us / steps / per_step] for kind, us in sorted(kinds.items(), key=lambda k: -k[1])]
+    gap = per_step - busy / steps
+    lines.append(["nothing ran", gap, 100 * gap / per_step])
+    notebook.table(f"A step, {name}", ["part", "µs", "% of the step"], lines)
+    notebook.figure(
+        f"step, {name}",
+        per_step / 1e3,
+        "ms",
+        ", ".join(f"{kind} {share:.0f} %" for kind, _, share in lines if share >= 1),
+        headline=True,
+    )
+    text = [f"{name}: {per_step:.0f} µs a step by the host's clock, {busy / steps:.0f} µs of kernels", ""]
+    text += [f"{'µs/step':>10} {'share':>6} {'calls/step':>10}  kind               kernel"]
+    text += [
+        f"{k.us / steps:10.1f} {100 * k.us / busy:5.1f}% {k.count / steps:10.1f}  {kind_of(k.name):18} {k.name[:120]}"
+        for k in kernels[:60]
+    ]
+    notebook.file(file, "\n".join(text) + "\n")
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    parts = dict(KINDS)
+    lower = kernel.lower()
+    return next((kind for kind in _ORDER if any(part in lower for part in parts[kind])), "other")
