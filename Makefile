@@ -93,3 +93,7 @@ ARCHS ?= 80 90 100
 kernels-check: $(VENV)/.dev  ## compile every Triton kernel for GPUs that are not here; JSON=FILE, TRITON="3.6.0", ARCHS="90", UPDATE=1
 	$(BIN)/python -m nightmill_kernels.check --triton $(TRITON) --arch $(ARCHS) \
 		$(if $(JSON),--json "$(JSON)") $(if $(UPDATE),--update)
+
+.PHONY: venv-check
+venv-check: $(VENV)/.dev  ## engine and kernels on Python 3.12, torch 2.11 and triton 3.6, as GPU machines have them (3 GB, once)
+	$(BIN)/python bench/venv_check.py
