@@ -18,6 +18,7 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         index = cuda.current_device()
         super().__init__(f"cuda:{index}", num_sms=cuda.get_device_properties(index).multi_processor_count)
+        self.capability = cuda.get_device_capability(index)
         self._side = cuda.Stream()
         self._capture_stream = cuda.Stream()
         self._pool: Any = None

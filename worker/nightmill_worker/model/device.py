@@ -73,6 +73,8 @@ class Graph(Protocol):
 class Device:
     """The CPU, which does what it is asked for at once; base of CudaDevice."""
 
+    capability: tuple[int, int] | None = None  # compute capability of a GPU
+
     def __init__(self, name: str = "cpu", *, num_sms: int = 1) -> None:
         self.torch_device = torch.device(name)
         self.num_sms = num_sms  # multiprocessors, each of which runs a few programs of a kernel at once

@@ -3,13 +3,14 @@
 import logging
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nightmill_worker.engine.step import HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
+from nightmill_worker.engine.step import NULL_PAGE, HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
 from nightmill_worker.model.attention_plan import AttentionPlanner
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.decoder import Decoder
@@ -168,6 +169,19 @@ class DeviceRunner:
         decoder = self._loaded()
         return decoder.logits(decoder.forward(tensors)).float().cpu()
 
+    @torch.inference_mode()
+    def record_decodes(self) -> None:
+        """Record the graphs of decodes that share no prefix, the largest first: the others fit into its memory."""
+        if self._graphs is None:
+            return
+        started = perf_counter()
+        for size in reversed(self._graphs.sizes):
+            plan = _stand_in(size)
+            tensors = self._inputs.put_decodes(plan, self._inputs.lists_of(plan, size), size, grouped=False)
+            self._inputs.staging.flush()
+            self._graphs.capture(size, tensors, grouped=False)
+        _log.info("recorded %d decode graphs in %.1f s", len(self._graphs.sizes), perf_counter() - started)
+
     def close(self) -> None:
         """Free the pool and the weights."""
         self._decoder = self._host = self._graphs = None
@@ -223,3 +237,37 @@ class DeviceRunner:
         if self._decoder is None:
             raise RuntimeError("this runner is closed")
         return self._decoder
+
+
+def _stand_in(num_rows: int) -> StepPlan:
+    """Decodes of one token that see the null page and write nothing."""
+    zeros = np.zeros(num_rows, np.int32)
+    return StepPlan(
+        step=0,
+        token_ids=zeros,
+        positions=zeros,
+        slots=np.full(num_rows, -1, np.int64),
+        query_starts=np.arange(num_rows + 1, dtype=np.int32),
+        context_lens=zeros + 1,
+        page_tables=np.full((num_rows, 1), NULL_PAGE, np.int32),
+        sample=_no_draws(),
+    )
+
+
+def _no_draws() -> SampleBatch:
+    ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
+    return SampleBatch(
+        sequence=ints,
+        token_index=ints,
+        position=np.empty(0, np.int64),
+        seed=np.empty(0, np.uint64),
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        presence_penalty=floats,
+        frequency_penalty=floats,
+        repetition_penalty=floats,
+        num_logprobs=ints,
+        any_random=False,
+    )

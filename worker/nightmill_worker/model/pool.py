@@ -19,6 +19,9 @@ DEFAULT_PAGE_SIZE = 16
 _CPU_POOL_BYTES = 2 << 30
 _CPU_POOL_FRACTION = 0.25
 _HOST_POOL_DIVISOR = 4
+# A GPU's host pool is page-locked: nobody else can have that memory, and locking takes about a second for this much.
+_LOCKED_BYTES = 4 << 30
+_LOCKED_FRACTION = 0.25
 
 
 class KVPool:
@@ -79,6 +82,15 @@ def plan_host_pages(shape: PoolShape, options: EngineOptions) -> int:
     if options.swap_bytes is None:
         return shape.num_pages // _HOST_POOL_DIVISOR
     return options.swap_bytes // (shape.page_size * shape.bytes_per_token)
+
+
+def plan_device_host_pages(shape: PoolShape, options: EngineOptions) -> int:
+    """Pages of a GPU's host pool: as `swap_bytes` says, else 4 GiB, but no more than a quarter of either memory."""
+    bytes_per_page = shape.page_size * shape.bytes_per_token
+    if options.swap_bytes is not None:
+        return options.swap_bytes // bytes_per_page
+    budget = min(_LOCKED_BYTES, int(_LOCKED_FRACTION * _available_memory_bytes()))
+    return min(budget // bytes_per_page, shape.num_pages // _HOST_POOL_DIVISOR)
 
 
 def zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,10 @@ from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepP
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
 from nightmill_worker.model.decoder import Decoder
+from nightmill_worker.model.device import Device
+from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.model.device_runner import DeviceRunner
+from nightmill_worker.model.device_start import open_device, start_on_device
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
 from nightmill_worker.model.layers import StepTensors
@@ -33,7 +37,7 @@ class ModelRunnerConfig:
     options: EngineOptions
     dummy_seed: int = 0
 
-    def build(self) -> "ModelRunner":
+    def build(self) -> "ModelRunner | DeviceRunner":
         """Load the weights and allocate the pool, in this process.
 
         Raises:
@@ -46,23 +50,37 @@ class ModelRunnerConfig:
         if self.options.num_threads is not None:
             torch.set_num_threads(self.options.num_threads)
         config = read_config(self.model_dir)
-        dtype = resolve_dtype(self.spec.dtype, config)
+        device = open_device(self.options.device)
         max_model_len = config.resolve_max_model_len(self.spec.max_model_len)
+        if device is not None:
+            return self._build_on(device, config, max_model_len)
+        dtype = resolve_dtype(self.spec.dtype, config)
         shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
         return ModelRunner(
             config,
-            self._weights(config, torch_dtype(dtype)),
+            self._weights(config, torch_dtype(dtype), torch.device("cpu")),
             shape,
             max_model_len=max_model_len,
             num_host_pages=plan_host_pages(shape, self.options),
         )
 
-    def _weights(self, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    def _build_on(self, device: Device, config: ModelConfig, max_model_len: int) -> DeviceRunner:
+        return start_on_device(
+            config,
+            device,
+            self.options,
+            resolve_limits(self.options, device.torch_device.type),
+            lambda dtype, where: self._weights(config, dtype, where),
+            dtype=resolve_dtype(self.spec.dtype, config, device.torch_device.type, capability=device.capability),
+            max_model_len=max_model_len,
+        )
+
+    def _weights(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
         match self.spec.load_format:
             case "auto":
-                return load_weights(self.model_dir, config, dtype)
+                return load_weights(self.model_dir, config, dtype, device)
             case "dummy":
-                return dummy_weights(config, dtype, seed=self.dummy_seed)
+                return dummy_weights(config, dtype, device, seed=self.dummy_seed)
             case other:
                 raise ModelError(f"load_format {other!r} is unknown", hint="Known: auto, dummy.")
 
