@@ -1,5 +1,6 @@
 """Attention cases with poisoned memory, and an oracle in fp64 that shares no code with what it judges."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import active_isa, use_isa
+from nightmill_kernels.backend import active_isa, use_isa, use_triton
 from nightmill_kernels.cpu.isa import REFERENCE, available_isas
 from nightmill_kernels.paged_attention import AttentionMetadata, paged_attention
 
 NAN = float("nan")
+_DEVICE = os.environ.get("NIGHTMILL_TEST_DEVICE", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,27 @@ def c_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     with use_isa(request.param):
         assert active_isa() == request.param, "the C library did not build: see the warning in the log"
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests of Triton kernels run: in the interpreter, or on a GPU."""
+    return _DEVICE
+
+
+# The interpreter has no bf16 arithmetic; on a device each dtype costs a compilation.
+@pytest.fixture(params=[torch.float32, torch.float16 if _DEVICE == "cpu" else torch.bfloat16], ids=["fp32", "16 bits"])
+def gpu_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """What Triton kernels are tested in."""
+    return request.param
+
+
+@pytest.fixture
+def triton_only() -> Iterator[None]:
+    """Wrappers of this test go to their Triton kernels."""
+    pytest.importorskip("triton")
+    with use_triton():
+        yield
 
 
 @pytest.fixture
