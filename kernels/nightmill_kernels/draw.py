@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, DrawCall
 from nightmill_kernels.metadata import DrawRows
 from nightmill_kernels.reference import draw as reference
@@ -22,7 +22,7 @@ _DTYPES = {
 }
 
 
-def draw(logits: Tensor, rows: DrawRows) -> Tensor:
+def draw(logits: Tensor, rows: DrawRows, *, has_filters: bool = True) -> Tensor:
     """int32 [R]: a token id for each row of logits [R, V]; at temperature 0 the largest logit, the lowest id of a tie.
 
     A row's draw is a function of its logits and parameters, the same bits on every instruction set and in the
@@ -31,9 +31,17 @@ def draw(logits: Tensor, rows: DrawRows) -> Tensor:
     largest z + noise wins.
 
     -1 where the row has no finite largest logit (a NaN anywhere, +inf, or all -inf): that row's forward went wrong.
+    has_filters: False says that no row has top-k or top-p, which saves a GPU five launches; nothing else looks at it.
+
     Raises ValueError for a layout it cannot take.
     """
     _check(logits, rows)
+    if on_triton(logits):
+        from nightmill_kernels.gpu import draw as gpu
+
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        gpu.draw(logits, rows, out, has_filters=has_filters)
+        return out
     library = library_for(logits)
     if library is None:
         return reference.draw(logits, rows)

@@ -116,7 +116,7 @@ class DeviceSampler:
     def _tokens(self, logits: Tensor, staged: StagedSample) -> Tensor:
         if staged.rows is None:
             return argmax(logits)
-        return draw(logits, staged.rows)
+        return draw(logits, staged.rows, has_filters=staged.has_filters)
 
     def _edits(self, batch: SampleBatch, put: Put) -> Edits:
         rows = np.array([*batch.history], dtype=np.int64)
