@@ -33,7 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if not report.facts.has_device and not options.tiny:
         return _without_device(report)
-    conductor = Conductor(folder=options.out, is_tiny=options.tiny, deadline_s=options.deadline, report=report.save)
+    conductor = Conductor(
+        folder=options.out,
+        is_tiny=options.tiny,
+        deadline_s=options.deadline,
+        report=report.save,
+        without=options.without.split(",") if options.without else (),
+    )
     outcomes = conductor.run(sections)
     print("\n".join(report.last_table(outcomes)), flush=True)
     return 0 if all(outcome.has_passed for outcome in outcomes) else 1
@@ -66,6 +72,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", help=f"with commas, of {names}; default: all")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds in all; default: %(default)s")
     parser.add_argument("--commit", help="of this checkout, where git cannot tell")
+    parser.add_argument("--without", help="with commas, of graphs, run-ahead: off in every run")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU: does the script still work?")
     return parser.parse_args(arguments)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from bench.gpu.namespace import own_namespaces
 from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
+from bench.gpu.switches import turn_off
 
 
 def main(path: Path) -> int:
@@ -15,6 +16,7 @@ def main(path: Path) -> int:
     notebook = Notebook(task.notebook, seconds=task.seconds, folder=task.folder)
     own_namespaces()
     try:
+        turn_off(task.without)
         importlib.import_module(task.module).run(notebook, task)
     except Exception:  # noqa: BLE001 - whatever it was, it belongs into the report
         lines = traceback.format_exc().strip().splitlines()

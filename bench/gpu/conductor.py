@@ -59,6 +59,7 @@ class Conductor:
         folder: For results and what sections leave.
         is_tiny: Tiny shapes, on the CPU.
         deadline_s: For all sections together, from `started_at`.
+        without: Switches that are off in all sections.
         report: Called with all outcomes so far, after each section.
     """
 
@@ -66,6 +67,7 @@ class Conductor:
     is_tiny: bool
     deadline_s: float
     report: Callable[[Sequence[Outcome]], None]
+    without: Sequence[str] = ()
     started_at: float = field(default_factory=time.monotonic)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -92,6 +94,7 @@ class Conductor:
             seconds=limit - 3,
             is_tiny=self.is_tiny,
             ceilings=self._ceilings(),
+            without=list(self.without),
         ).save(task_file)
         begun = time.monotonic()
         code, lines = self._watch(task_file, limit, section.name)

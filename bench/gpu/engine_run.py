@@ -3,19 +3,27 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench.gpu import clock
+from bench.gpu.switches import GRAPHS, RUN_AHEAD
 from bench.gpu.workloads import Row, requests_of
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished
 from nightmill_worker.engine.step import Runner
+from nightmill_worker.model.config_reader import read_config
+from nightmill_worker.model.device import Device
+from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.model.device_runner import DeviceRunner
+from nightmill_worker.model.device_start import start_on_device
+from nightmill_worker.model.dummy import dummy_weights
 from nightmill_worker.model.runner import ModelRunnerConfig
+from nightmill_worker.model.weights import load_weights
 
 CONFIGS = Path(__file__).parent / "configs"
 BUDGET = 8192  # tokens in one step
@@ -47,7 +55,7 @@ class EngineRun:
         return self.output_tokens / self.seconds
 
 
-def build(name: str, device: str, **changes: Any) -> Runner:
+def build(name: str, device: str, **changes: Any) -> DeviceRunner:
     """A runner with random weights, made on the device, of one of the shapes in configs/.
 
     Args:
@@ -62,24 +70,42 @@ def build(name: str, device: str, **changes: Any) -> Runner:
         max_model_len=changes.pop("max_model_len", 4096),
     )
     defaults: dict[str, Any] = {"pool_bytes": 64 << 20} if device == "cpu" else {}
-    options = engine_options(device, **(defaults | changes))
-    return ModelRunnerConfig(model_dir=CONFIGS / name, spec=spec, options=options).build()
+    return start(CONFIGS / name, spec, engine_options(device, **(defaults | changes)))
+
+
+def start(directory: Path, spec: ModelSpec, options: EngineOptions) -> DeviceRunner:
+    """The runner that a GPU gets. On a CPU too, over a device that does everything at once: the script's rehearsal."""
+    config = ModelRunnerConfig(model_dir=directory, spec=spec, options=options)
+    if options.device != "cpu":
+        runner = config.build()
+        assert isinstance(runner, DeviceRunner)
+        return runner
+    shape = read_config(directory)
+    return start_on_device(
+        shape,
+        Device(),
+        options,
+        resolve_limits(options, "cpu"),
+        lambda dtype, where: (
+            dummy_weights(shape, dtype, where)
+            if spec.load_format == "dummy"
+            else load_weights(directory, shape, dtype, where)
+        ),
+        dtype=spec.dtype,
+        max_model_len=shape.resolve_max_model_len(spec.max_model_len),
+    )
 
 
 def engine_options(device: str, **changes: Any) -> EngineOptions:
     """No host pool unless asked for: page-locking gigabytes takes seconds."""
-    return EngineOptions(**({"device": device, "max_num_seqs": 256, "swap_bytes": 0} | changes))
+    limits: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": BUDGET, "swap_bytes": 0}
+    return EngineOptions(**({"device": device} | limits | dict(GRAPHS.default) | changes))
 
 
 def loop_options(**changes: Any) -> LoopOptions:
-    """256 rows at once, 8,192 tokens in a step."""
+    """256 rows at once, 8,192 tokens in a step, and a step in flight beside the one being planned."""
     limits: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": BUDGET, "max_model_len": 4096}
-    return LoopOptions(**(limits | changes))
-
-
-def has_field(record: type, name: str) -> bool:
-    """Whether a record knows an option."""
-    return name in {field.name for field in fields(record)}
+    return LoopOptions(**(limits | dict(RUN_AHEAD.default) | changes))
 
 
 def run_rows(
@@ -140,7 +166,7 @@ def _summary(
 
 
 @contextmanager
-def opened(runner: Runner) -> Iterator[Runner]:
+def opened(runner: DeviceRunner) -> Iterator[DeviceRunner]:
     """Close it in the end: the next one needs the memory."""
     try:
         yield runner

@@ -95,6 +95,7 @@ class Task:
     seconds: float
     is_tiny: bool  # tiny shapes on the CPU: whether the script still works, no figures
     ceilings: Ceilings
+    without: list[str]  # switches that are off in all runs
 
     @property
     def device(self) -> str:

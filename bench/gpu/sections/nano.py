@@ -1,7 +1,10 @@
 """W4, the nano bench: 256 rows with dummy weights; tokens per second and the share of what the device could do."""
 
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.gpu.bound import bound_seconds, decode_seconds
 from bench.gpu.clock import seconds_of
@@ -11,7 +14,8 @@ from bench.gpu.section import Task
 from bench.gpu.switches import GRAPHS, RUN_AHEAD, Switch
 from bench.gpu.workloads import W4_TOKENS_IN, W4_TOKENS_OUT, Row, staggered, w4_rows
 from bench.model_step import plan
-from nightmill_worker.engine.step import Runner
+from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.simulate.cost_model import MODELS, CostModel
 
 TEMPERATURE = 0.6
@@ -30,15 +34,93 @@ class Nano:
 def run_nano(notebook: Notebook, task: Task, nano: Nano) -> None:
     cost = CostModel(task.ceilings.device, MODELS[nano.model])
     rows = _rows(task)
-    bound = bound_seconds(cost, rows)
-    with opened(build("tiny" if task.is_tiny else nano.model, task.device)) as runner:
+    bench = _Bench(notebook, task, nano, rows, bound_seconds(cost, rows))
+    begun = time.perf_counter()
+    with opened(bench.build()) as runner:
+        notebook.figure("loaded, measured and recorded in", time.perf_counter() - begun, "s")
         notebook.say(f"pool: {runner.pool.num_pages:,} pages of {runner.pool.page_size} tokens")
-        warm = run_rows(runner, staggered(rows, 4 if task.is_tiny else 48), task.device, temperature=TEMPERATURE)
-        notebook.say(f"warm after {warm.seconds:.1f} s")
+        bench.warm_up(runner)
         _decode_step(notebook, task, runner, cost)
-        best = _default_runs(notebook, task, nano, runner, rows, bound)
-        _one_at_a_time(notebook, task, runner, rows, best)
-    _variant_without(notebook, task, nano, rows, best, GRAPHS)
+        # The simplest way first: a figure stands before anything cleverer may hang.
+        simple = bench.run(runner, [], RUN_AHEAD)
+        best = bench.run_ahead(runner, simple) if RUN_AHEAD.can_compare else simple
+    if not GRAPHS.can_compare or not notebook.has_time_for(f"W4 {GRAPHS.without}", 15 + 3 * best.seconds):
+        return
+    with opened(bench.build(**GRAPHS.off)) as runner:
+        bench.warm_up(runner)
+        bench.run(runner, [best], GRAPHS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One model's runs over the workload."""
+
+    notebook: Notebook
+    task: Task
+    nano: Nano
+    rows: list[Row]
+    bound_s: float
+
+    def build(self, **changes: Any) -> DeviceRunner:
+        return build("tiny" if self.task.is_tiny else self.nano.model, self.task.device, **changes)
+
+    def warm_up(self, runner: DeviceRunner) -> None:
+        """Compile and record all there is: every batch size, prompts in chunks."""
+        short = staggered(self.rows, 4 if self.task.is_tiny else 48)
+        options = loop_options(**RUN_AHEAD.off)
+        run = run_rows(runner, short, self.task.device, temperature=TEMPERATURE, options=options)
+        self.notebook.say(f"warm after {run.seconds:.1f} s")
+
+    def run(self, runner: DeviceRunner, others: Sequence[EngineRun], switch: Switch) -> EngineRun:
+        """One run with something turned off; `others` to compare with."""
+        ahead = RUN_AHEAD.off if switch is RUN_AHEAD else RUN_AHEAD.default
+        run = self._timed(runner, switch.without, loop_options(**ahead))
+        for other in others:
+            ratio = other.tokens_per_s / run.tokens_per_s
+            self.notebook.figure(f"worth of what is off {switch.without}", ratio, "times")
+            _same_draws(self.notebook, run, other, switch.without)
+        note = f"{100 * self.bound_s / run.seconds:.0f} % of the bound"
+        self.notebook.figure(
+            f"W4 {self.nano.model} {switch.without}", run.tokens_per_s, "output tok/s", note, headline=True
+        )
+        return run
+
+    def run_ahead(self, runner: DeviceRunner, simple: EngineRun) -> EngineRun:
+        """With a step in flight beside the one being planned: as the product runs."""
+        runs: list[EngineRun] = []
+        for turn in range(1 if self.task.is_tiny else self.nano.runs):
+            if runs and not self.notebook.has_time_for(f"run {turn + 1}", 1.3 * runs[-1].seconds):
+                break
+            runs.append(self._timed(runner, f"everything on, run {turn + 1}", loop_options()))
+        middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
+        rates = ", ".join(f"{run.tokens_per_s:,.0f}" for run in runs)
+        note = f"runs: {rates}; target {self.nano.target:,.0f}"
+        self.notebook.figure(f"W4 {self.nano.model}", middle.tokens_per_s, "output tok/s", note, headline=True)
+        kind = "measured" if self.task.ceilings.is_measured else "assumed"
+        best = sum(row.max_tokens for row in self.rows) / self.bound_s
+        self.notebook.figure(
+            f"W4 {self.nano.model}, share of the bound",
+            100 * self.bound_s / middle.seconds,
+            "%",
+            f"{best:,.0f} tok/s by {kind} ceilings",
+            headline=True,
+        )
+        _same_draws(self.notebook, middle, simple, "one step at a time")
+        return middle
+
+    def _timed(self, runner: DeviceRunner, name: str, options: LoopOptions) -> EngineRun:
+        run = run_rows(runner, self.rows, self.task.device, temperature=TEMPERATURE, options=options)
+        _check_lengths(self.notebook, run, self.rows, name)
+        self.notebook.table(f"W4 {self.nano.model}, {name}", _COLUMNS, [_line(run)])
+        self.notebook.figure(
+            f"{name}: host",
+            run.host_ms,
+            "ms/step",
+            f"plan, build, commit; device {run.device_ms:.2f} ms, {run.steps:,} steps of {run.mean_batch:.0f} rows, "
+            f"{run.preemptions} preemptions, {run.seconds:.2f} s",
+            headline=True,
+        )
+        return run
 
 
 def _rows(task: Task) -> list[Row]:
@@ -52,35 +134,6 @@ def _rows(task: Task) -> list[Row]:
     )
 
 
-def _default_runs(
-    notebook: Notebook, task: Task, nano: Nano, runner: Runner, rows: list[Row], bound: float
-) -> EngineRun:
-    runs: list[EngineRun] = []
-    for turn in range(1 if task.is_tiny else nano.runs):
-        if runs and not notebook.has_time_for(f"run {turn + 1}", 1.3 * runs[-1].seconds):
-            break
-        runs.append(run_rows(runner, rows, task.device, temperature=TEMPERATURE))
-        _check_lengths(notebook, runs[-1], rows, f"run {turn + 1}")
-        notebook.say(f"run {turn + 1}: {runs[-1].tokens_per_s:,.0f} tok/s in {runs[-1].seconds:.2f} s")
-    middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2 if len(runs) % 2 else len(runs) // 2 - 1]
-    rates = ", ".join(f"{run.tokens_per_s:,.0f}" for run in runs)
-    note = f"runs: {rates}; target {nano.target:,.0f}"
-    notebook.figure(f"W4 {nano.model}", middle.tokens_per_s, "output tok/s", note, headline=True)
-    kind = "measured" if task.ceilings.is_measured else "assumed"
-    notebook.figure(
-        f"W4 {nano.model}, share of the bound",
-        100 * bound / middle.seconds,
-        "%",
-        f"bound {sum(r.max_tokens for r in rows) / bound:,.0f} tok/s by {kind} ceilings",
-        headline=True,
-    )
-    notebook.table(f"W4 {nano.model}", _COLUMNS, [_line("everything on", run) for run in runs])
-    notebook.figure("steps", middle.steps, "", f"{middle.mean_batch:.1f} rows a step, {middle.preemptions} preemptions")
-    notebook.figure("host", middle.host_ms, "ms/step", "plan, build, commit", headline=True)
-    notebook.figure("device", middle.device_ms, "ms/step", "as the runner says", headline=True)
-    return middle
-
-
 def _check_lengths(notebook: Notebook, run: EngineRun, rows: list[Row], name: str) -> None:
     tokens_in, tokens_out = sum(len(row.prompt) for row in rows), sum(row.max_tokens for row in rows)
     notebook.check(
@@ -91,12 +144,20 @@ def _check_lengths(notebook: Notebook, run: EngineRun, rows: list[Row], name: st
     )
 
 
-def _decode_step(notebook: Notebook, task: Task, runner: Runner, cost: CostModel) -> None:
+def _decode_step(notebook: Notebook, task: Task, runner: DeviceRunner, cost: CostModel) -> None:
     """One decode step on its own, everything prepared: what is left when the engine costs nothing."""
     count, context = (4, 40) if task.is_tiny else (256, CONTEXT)
     for sampling in ("greedy", "plain"):
         step = plan(runner, count, 1, context, sampling)
         seconds = seconds_of(lambda step=step: runner.run(step), "cpu", repeats=2 if task.is_tiny else 15)
+        before = runner.device.traffic.snapshot()
+        runner.run(step)
+        asked = runner.device.traffic.since(before)
+        notebook.check(
+            f"a {sampling} decode step is one copy there, one graph, one copy back",
+            (asked.to_device, asked.replays, asked.to_host) == (1, int(GRAPHS.can_compare), 1),
+            str(asked),
+        )
         bound = decode_seconds(cost, count, context)
         notebook.figure(
             f"decode step, {count} rows at {context}, {sampling}",
@@ -107,50 +168,21 @@ def _decode_step(notebook: Notebook, task: Task, runner: Runner, cost: CostModel
         )
 
 
-def _one_at_a_time(notebook: Notebook, task: Task, runner: Runner, rows: list[Row], best: EngineRun) -> None:
-    """What a step in flight beside the one being planned is worth."""
-    if RUN_AHEAD is None:
-        notebook.note("no switch for steps in flight in this engine")
-        return
-    if not notebook.has_time_for(f"W4 {RUN_AHEAD.without}", 1.6 * best.seconds):
-        return
-    run = run_rows(runner, rows, task.device, temperature=TEMPERATURE, options=loop_options(**RUN_AHEAD.off))
-    _report_variant(notebook, run, rows, best, RUN_AHEAD)
-
-
-def _variant_without(
-    notebook: Notebook, task: Task, nano: Nano, rows: list[Row], best: EngineRun, switch: Switch | None
-) -> None:
-    if switch is None:
-        notebook.note("no switch for CUDA graphs in this runner")
-        return
-    if not notebook.has_time_for(f"W4 {switch.without}", 15 + 3 * best.seconds):
-        return
-    with opened(build("tiny" if task.is_tiny else nano.model, task.device, **switch.off)) as runner:
-        run_rows(runner, staggered(rows, 4 if task.is_tiny else 48), task.device, temperature=TEMPERATURE)
-        _report_variant(notebook, run_rows(runner, rows, task.device, temperature=TEMPERATURE), rows, best, switch)
-
-
-def _report_variant(notebook: Notebook, run: EngineRun, rows: list[Row], best: EngineRun, switch: Switch) -> None:
-    _check_lengths(notebook, run, rows, switch.without)
-    notebook.table(f"W4 {switch.without}", _COLUMNS, [_line(switch.without, run)])
-    ratio = best.tokens_per_s / run.tokens_per_s
-    note = f"with: {best.tokens_per_s:,.0f}, {ratio:.2f} times as much"
-    notebook.figure(f"W4 {switch.without}", run.tokens_per_s, "output tok/s", note, headline=True)
-    same = sum(a == b for a, b in zip(run.tokens, best.tokens, strict=True))
-    notebook.figure(f"rows with the same draws {switch.without}", same, f"of {len(rows)}", "bf16 near ties differ")
+def _same_draws(notebook: Notebook, run: EngineRun, other: EngineRun, without: str) -> None:
+    same = sum(a == b for a, b in zip(run.tokens, other.tokens, strict=True))
+    notebook.figure(f"rows with the same draws, with and {without}", same, f"of {len(run.tokens)}", "near ties differ")
 
 
 _COLUMNS = [
-    *("run", "s", "output tok/s", "total tok/s", "steps", "rows/step", "host ms", "run ms", "device ms"),
+    *("s", "output tok/s", "total tok/s", "steps", "rows/step", "host ms", "run ms", "device ms"),
     *("full decode step ms", "preemptions"),
 ]
 
 
-def _line(name: str, run: EngineRun) -> list[object]:
+def _line(run: EngineRun) -> list[object]:
     total = (run.prompt_tokens + run.output_tokens) / run.seconds
     decode = "-" if math.isnan(run.decode_step_ms) else run.decode_step_ms
     return [
-        *(name, run.seconds, run.tokens_per_s, total, run.steps, run.mean_batch, run.host_ms, run.run_ms),
+        *(run.seconds, run.tokens_per_s, total, run.steps, run.mean_batch, run.host_ms, run.run_ms),
         *(run.device_ms, decode, run.preemptions),
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.engine_run import engine_options, opened
+from bench.gpu.engine_run import engine_options, loop_options, opened, start
 from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
 from bench.gpu.sections.parity_models import SUBJECTS, TINY, VOCAB, Subject, make
@@ -22,8 +22,8 @@ from nightmill.records import ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill_worker.bench.comparator import Comparison, ReferenceStep, compare_greedy
 from nightmill_worker.engine.options import LoopOptions, PreemptionMode
-from nightmill_worker.engine.step import Runner, Swaps
-from nightmill_worker.model.runner import ModelRunnerConfig
+from nightmill_worker.engine.step import Swaps
+from nightmill_worker.model.device_runner import DeviceRunner
 
 MAX_MODEL_LEN = 512
 MAX_TOKENS = 24
@@ -53,18 +53,16 @@ def _compare(notebook: Notebook, task: Task, subject: Subject, directory: Path) 
         _logits(notebook, runner, subject, judge)
         base = _schedules(notebook, runner, subject, judge)
         _swap_restores_every_bit(notebook, runner, subject)
-    if GRAPHS is not None and not task.is_tiny:
+    if GRAPHS.can_compare:
         with opened(_build(directory, subject, task, **GRAPHS.off)) as runner:
             tokens = _answers(runner, _options())
             _judge(notebook, judge, subject, GRAPHS.without, tokens, base)
 
 
-def _build(directory: Path, subject: Subject, task: Task, **changes: Any) -> Runner:
-    return ModelRunnerConfig(
-        model_dir=directory,
-        spec=ModelSpec(model=str(subject), dtype=subject.dtype, max_model_len=MAX_MODEL_LEN),
-        options=engine_options(task.device, max_num_seqs=16, pool_bytes=128 << 20, swap_bytes=32 << 20, **changes),
-    ).build()
+def _build(directory: Path, subject: Subject, task: Task, **changes: Any) -> DeviceRunner:
+    spec = ModelSpec(model=str(subject), dtype=subject.dtype, max_model_len=MAX_MODEL_LEN)
+    limits = {"max_num_seqs": 16, "pool_bytes": 128 << 20, "swap_bytes": 32 << 20}
+    return start(directory, spec, engine_options(task.device, **limits, **changes))
 
 
 class Judge:
@@ -121,11 +119,10 @@ def prompts() -> Prompts:
 
 
 def _options(**changes: Any) -> LoopOptions:
-    limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 4096, "max_model_len": MAX_MODEL_LEN}
-    return LoopOptions(**(limits | changes))
+    return loop_options(**({"max_num_seqs": 16, "max_model_len": MAX_MODEL_LEN} | changes))
 
 
-def _answers(runner: Runner, options: LoopOptions, *, swap: bool = False) -> list[tuple[int, ...]]:
+def _answers(runner: DeviceRunner, options: LoopOptions, *, swap: bool = False) -> list[tuple[int, ...]]:
     from tests.parity.engine_runs import answer, answer_preempted, requests_of
 
     requests = requests_of(prompts(), [SamplingParams(temperature=0.0)], max_tokens=MAX_TOKENS)
@@ -137,17 +134,17 @@ def _answers(runner: Runner, options: LoopOptions, *, swap: bool = False) -> lis
     return [tuple(row) for row in answers.tokens]
 
 
-def _modes(runner: Runner) -> Iterator[tuple[str, LoopOptions, bool]]:
+def _modes(runner: DeviceRunner) -> Iterator[tuple[str, LoopOptions, bool]]:
     yield "as the product runs", _options(), False
     yield "prompts in chunks of 37", _options(max_num_batched_tokens=64, max_prefill_chunk=37), False
     yield "without shared attention", _options(enable_shared_attention=False), False
-    if RUN_AHEAD is not None:
+    if RUN_AHEAD.can_compare:
         yield RUN_AHEAD.without, _options(**RUN_AHEAD.off), False
     if isinstance(runner, Swaps) and runner.host.num_pages:
         yield "swapped out and in", _options(), True
 
 
-def _schedules(notebook: Notebook, runner: Runner, subject: Subject, judge: Judge) -> list[tuple[int, ...]]:
+def _schedules(notebook: Notebook, runner: DeviceRunner, subject: Subject, judge: Judge) -> list[tuple[int, ...]]:
     base: list[tuple[int, ...]] = []
     for name, options, swap in _modes(runner):
         tokens = _answers(runner, options, swap=swap)
@@ -179,7 +176,7 @@ def _judge(
         notebook.check(f"{subject}, {mode}: the same tokens in every mode", same == len(base))
 
 
-def _logits(notebook: Notebook, runner: Runner, subject: Subject, judge: Judge) -> None:
+def _logits(notebook: Notebook, runner: DeviceRunner, subject: Subject, judge: Judge) -> None:
     """At every position, prompts in chunks, several sequences in a step."""
     from tests.parity.paged_driver import PagedDriver
 
@@ -191,7 +188,7 @@ def _logits(notebook: Notebook, runner: Runner, subject: Subject, judge: Judge) 
         found: list[list[torch.Tensor]] = [[] for _ in sequences]
         while rows := [i for i, s in enumerate(sequences) if s.num_computed < len(s.tokens)]:
             work = [(sequences[i], min(chunk, len(sequences[i].tokens) - sequences[i].num_computed)) for i in rows]
-            logits = runner.compute_logits(driver.plan(work, every_token=True))  # type: ignore[attr-defined]
+            logits = runner.compute_logits(driver.plan(work, every_token=True))
             for i, part in zip(rows, logits.split([count for _, count in work]), strict=True):
                 found[i].append(part.float())
         for sequence, parts in zip(sequences, found, strict=True):
@@ -203,17 +200,18 @@ def _logits(notebook: Notebook, runner: Runner, subject: Subject, judge: Judge) 
     limit = BF16_LOGITS * max(floors) if floors else FP32_LOGITS
     notebook.check(
         f"{subject}: logits at every position",
-        max(errors) < limit,
+        all(error < limit for error in errors),
         f"error {max(errors):.2e}, {f'transformers itself {max(floors):.2e}, ' if floors else ''}limit {limit:.2e}",
     )
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """‖found − expected‖ / ‖expected‖; nan stays nan, and passes no limit."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    a, b = found.cpu().double(), expected.cpu().double()
+    return float((a - b).norm() / b.norm())
 
 
-def _swap_restores_every_bit(notebook: Notebook, runner: Runner, subject: Subject) -> None:
+def _swap_restores_every_bit(notebook: Notebook, runner: DeviceRunner, subject: Subject) -> None:
     """The same decode from the same pages and from pages that were on the host in between: equal bits in its logits."""
     from tests.parity.paged_driver import PagedDriver
 
@@ -224,7 +222,7 @@ def _swap_restores_every_bit(notebook: Notebook, runner: Runner, subject: Subjec
     sequences = [driver.add(text) for text in (prompts()[0], prompts()[3])]
     runner.run(driver.plan([(s, len(s.tokens) - 1) for s in sequences]))
     step = driver.plan([(s, 1) for s in sequences])
-    before = runner.compute_logits(step).clone()  # type: ignore[attr-defined]
+    before = runner.compute_logits(step).clone()
     pages = np.array([page for s in sequences for page in s.pages], np.int32)
     places = np.arange(len(pages), dtype=np.int32)
     runner.swap_out(pages, places)
@@ -238,7 +236,7 @@ def _swap_restores_every_bit(notebook: Notebook, runner: Runner, subject: Subjec
     tables = np.vectorize(moved.__getitem__)(step.page_tables).astype(np.int32)
     size = runner.pool.page_size
     slots = np.array([moved[int(slot) // size] * size + int(slot) % size for slot in step.slots], np.int64)
-    after = runner.compute_logits(replace(step, page_tables=tables, slots=slots))  # type: ignore[attr-defined]
+    after = runner.compute_logits(replace(step, page_tables=tables, slots=slots))
     notebook.check(
         f"{subject}: a swap restores every bit",
         bool(torch.equal(before, after)) and bool(before.isfinite().all()),

@@ -10,7 +10,7 @@ from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
 from bench.gpu.workloads import requests_of, steady_rows
 from nightmill_worker.engine.loop import EngineLoop
-from nightmill_worker.engine.step import Runner
+from nightmill_worker.model.device_runner import DeviceRunner
 
 MODEL = "qwen3-0.6b"
 STEPS = 20
@@ -43,16 +43,17 @@ def run(notebook: Notebook, task: Task) -> None:
         mixed_step(notebook, task, runner)
 
 
-def decode_steps(notebook: Notebook, task: Task, runner: Runner) -> None:
+def decode_steps(notebook: Notebook, task: Task, runner: DeviceRunner) -> None:
     """256 rows with contexts about 1,024 long."""
     count, length = (4, 20) if task.is_tiny else (256, 1000)
     loop = _decoding(runner, count, length)
     _, wall = _profiled(task, lambda: _steps(loop, STEPS))
     kernels, _ = _profiled(task, lambda: _steps(loop, STEPS), trace=True)
+    _end(loop)
     _report(notebook, kernels, wall, STEPS, f"decode, {count} rows at {length + 40:,}", "profile-decode.txt")
 
 
-def mixed_step(notebook: Notebook, task: Task, runner: Runner) -> None:
+def mixed_step(notebook: Notebook, task: Task, runner: DeviceRunner) -> None:
     """Decodes with prompts beside them: every second step has chunks of new prompts up to the step's budget."""
     count, length = (4, 20) if task.is_tiny else (248, 1000)
     loop = _decoding(runner, count, length, room=8)
@@ -69,10 +70,11 @@ def mixed_step(notebook: Notebook, task: Task, runner: Runner) -> None:
 
     _, wall = _profiled(task, lambda: mixed(0))
     kernels, _ = _profiled(task, lambda: mixed(1), trace=True)
+    _end(loop)
     _report(notebook, kernels, wall, 2, f"mixed, {count} decodes and 8 prompts of {length:,}", "profile-mixed.txt")
 
 
-def _decoding(runner: Runner, count: int, length: int, room: int = 0) -> EngineLoop:
+def _decoding(runner: DeviceRunner, count: int, length: int, room: int = 0) -> EngineLoop:
     """A loop in which `count` rows decode."""
     loop = EngineLoop(runner, loop_options(max_num_seqs=count + room))
     for request in requests_of(steady_rows(count, tokens_in=length, tokens_out=400, vocab_size=500), temperature=0.6):
@@ -80,6 +82,13 @@ def _decoding(runner: Runner, count: int, length: int, room: int = 0) -> EngineL
     while loop.counters.generated_tokens < 3 * count:
         loop.step()
     return loop
+
+
+def _end(loop: EngineLoop) -> None:
+    """Leave nothing in flight: the runner goes on."""
+    loop.cancel(range(3000))
+    while loop.has_work:
+        loop.step()
 
 
 def _steps(loop: EngineLoop, count: int) -> None:
@@ -107,8 +116,12 @@ def _profiled(task: Task, work: Callable[[], None], *, trace: bool = False) -> t
 
 
 def _kernels(profiler: Any, task: Task) -> list[Kernel]:
-    averages = profiler.key_averages()
-    times = [(a.key, a.count, a.self_cpu_time_total if task.is_tiny else a.self_device_time_total) for a in averages]
+    from torch.autograd import DeviceType
+
+    # What ran on the device itself: an operator on the host has the time of its kernels, too.
+    where = DeviceType.CPU if task.is_tiny else DeviceType.CUDA
+    found = [average for average in profiler.key_averages() if average.device_type == where]
+    times = [(a.key, a.count, a.self_cpu_time_total if task.is_tiny else a.self_device_time_total) for a in found]
     kernels = [Kernel(name=name, count=count, us=us) for name, count, us in times if us > 0]
     return sorted(kernels, key=lambda kernel: -kernel.us)
 

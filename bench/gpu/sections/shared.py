@@ -9,7 +9,8 @@ from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
 from bench.gpu.workloads import shared_rows, staggered, steady_rows
 from bench.model_step import plan
-from nightmill_worker.engine.step import Runner, Swaps
+from nightmill_worker.engine.step import Swaps
+from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.simulate.cost_model import MODELS, CostModel
 
 MODEL = "qwen3-0.6b"
@@ -26,7 +27,7 @@ def run(notebook: Notebook, task: Task) -> None:
         steady_state(notebook, task, runner, cost)
 
 
-def shared_attention(notebook: Notebook, task: Task, runner: Runner, cost: CostModel) -> None:
+def shared_attention(notebook: Notebook, task: Task, runner: DeviceRunner, cost: CostModel) -> None:
     """256 decodes of 64 tokens behind 2,048 that all have in common."""
     count, shared, out = (8, 160, 4) if task.is_tiny else (256, 2048, 96)
     rows = shared_rows(count, shared=shared, own=OWN, tokens_out=out, vocab_size=500 if task.is_tiny else 10_000)
@@ -61,7 +62,7 @@ def shared_attention(notebook: Notebook, task: Task, runner: Runner, cost: CostM
     )
 
 
-def swap_or_recompute(notebook: Notebook, task: Task, runner: Runner) -> None:
+def swap_or_recompute(notebook: Notebook, task: Task, runner: DeviceRunner) -> None:
     """What a token of a preempted sequence costs to bring back."""
     if not isinstance(runner, Swaps) or runner.host.num_pages == 0:
         notebook.note("this runner does not swap")
@@ -94,7 +95,7 @@ def swap_or_recompute(notebook: Notebook, task: Task, runner: Runner) -> None:
         notebook.figure("host link as the runner measured it", runner.host.bytes_per_s / 1e9, "GB/s")
 
 
-def steady_state(notebook: Notebook, task: Task, runner: Runner, cost: CostModel) -> None:
+def steady_state(notebook: Notebook, task: Task, runner: DeviceRunner, cost: CostModel) -> None:
     """W5 with fewer rows: 1,000 tokens in and out, twice as many rows as places."""
     count, length = (300, 3) if task.is_tiny else (512, 1000)
     rows = steady_rows(count, tokens_in=length, tokens_out=length, vocab_size=500 if task.is_tiny else 10_000)
