@@ -22,7 +22,8 @@ ROW_KEYS = {"stem", "arch", "registers", "spills", "shared_bytes", "mma", "wgmma
 
 def run_check(*arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:
     # TRITON_INTERPRET is set here: the check has to do without it.
-    env = {**os.environ, "PYTHONPATH": pythonpath, "TRITON_INTERPRET": "1"}
+    paths = filter(None, [pythonpath, os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "nightmill_kernels.check", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 

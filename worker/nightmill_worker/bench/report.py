@@ -10,8 +10,9 @@ from rich.table import Table
 from nightmill_worker.bench.comparison import Cell
 from nightmill_worker.bench.machine import Machine
 from nightmill_worker.bench.measurement import Measurement
-from nightmill_worker.bench.roofline import Bound, Ceilings
+from nightmill_worker.bench.roofline import Bound
 from nightmill_worker.bench.workload import Workload
+from nightmill_worker.engine.roofline import Ceilings
 
 
 def comparison_table(cells: Sequence[Cell]) -> Table:

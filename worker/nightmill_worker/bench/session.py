@@ -10,12 +10,14 @@ from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker.bench import comparison, own_engine, report
 from nightmill_worker.bench.machine import this_machine
 from nightmill_worker.bench.measurement import Measurement
-from nightmill_worker.bench.roofline import Bound, Ceilings, measure_ceilings, workload_bound
+from nightmill_worker.bench.roofline import Bound, workload_bound
 from nightmill_worker.bench.transformers_static import TransformersStatic
 from nightmill_worker.bench.workload import Workload, make_workloads
+from nightmill_worker.engine.roofline import Ceilings
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
+from nightmill_worker.model.roofline import measure_ceilings
 from nightmill_worker.model.runner import ModelRunnerConfig
 from nightmill_worker.model.source import resolve_model
 
@@ -63,7 +65,7 @@ class BenchSession:
     def run(self, on_start: comparison.OnStart) -> list[comparison.Cell]:
         """Measure everything; `on_start` returns a row counter for each single run."""
         self._say("measuring the machine, warming up")
-        self._ceilings = measure_ceilings(torch_dtype(self._dtype))
+        self._ceilings = measure_ceilings(torch.device("cpu"), torch_dtype(self._dtype))
         self._bounds = {
             w.name: workload_bound(w, self._config, self._ceilings, self._options.max_num_seqs, self._dtype)
             for w in self.workloads

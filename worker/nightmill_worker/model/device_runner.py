@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nightmill_worker.engine.roofline import Roofline
 from nightmill_worker.engine.step import NULL_PAGE, HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
 from nightmill_worker.model.attention_plan import AttentionPlanner
 from nightmill_worker.model.config import ModelConfig
@@ -65,6 +66,7 @@ class DeviceRunner:
         self._decoder: Decoder | None = decoder
         self._shape = pool.shape
         self.max_model_len = max_model_len  # tokens a sequence may have: what the rotary tables were made for
+        self.roofline: Roofline | None = None  # see HasRoofline
         attention = AttentionPlanner(
             config,
             device,

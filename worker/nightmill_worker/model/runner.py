@@ -11,18 +11,20 @@ from torch import Tensor
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
+from nightmill_worker.engine.roofline import Roofline
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.device import Device
-from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.model.device_choice import CPU, resolve_limits
 from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.model.device_start import open_device, start_on_device
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
 from nightmill_worker.model.layers import StepTensors
 from nightmill_worker.model.pool import KVPool, plan_host_pages, plan_pool
+from nightmill_worker.model.roofline import model_roofline
 from nightmill_worker.model.sampler import sample
 from nightmill_worker.model.swap import HostPages
 from nightmill_worker.model.weights import ModelWeights, load_weights
@@ -56,24 +58,32 @@ class ModelRunnerConfig:
             return self._build_on(device, config, max_model_len)
         dtype = resolve_dtype(self.spec.dtype, config)
         shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
-        return ModelRunner(
+        # Before the weights: what measuring takes in memory is free again by then.
+        roofline = model_roofline(config, dtype, torch.device(CPU))
+        runner = ModelRunner(
             config,
-            self._weights(config, torch_dtype(dtype), torch.device("cpu")),
+            self._weights(config, torch_dtype(dtype), torch.device(CPU)),
             shape,
             max_model_len=max_model_len,
             num_host_pages=plan_host_pages(shape, self.options),
         )
+        runner.roofline = roofline
+        return runner
 
     def _build_on(self, device: Device, config: ModelConfig, max_model_len: int) -> DeviceRunner:
-        return start_on_device(
+        dtype = resolve_dtype(self.spec.dtype, config, device.torch_device.type, capability=device.capability)
+        roofline = model_roofline(config, dtype, device.torch_device)
+        runner = start_on_device(
             config,
             device,
             self.options,
             resolve_limits(self.options, device.torch_device.type),
             lambda dtype, where: self._weights(config, dtype, where),
-            dtype=resolve_dtype(self.spec.dtype, config, device.torch_device.type, capability=device.capability),
+            dtype=dtype,
             max_model_len=max_model_len,
         )
+        runner.roofline = roofline
+        return runner
 
     def _weights(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
         match self.spec.load_format:
@@ -100,6 +110,7 @@ class ModelRunner:
         self._config = config
         self._shape = shape
         self.max_model_len = max_model_len  # tokens a sequence may have: what the rotary tables were made for
+        self.roofline: Roofline | None = None  # see HasRoofline
         pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
         self._host: HostPages | None = HostPages(pool, num_host_pages)
         self._decoder: Decoder | None = Decoder(config, weights, pool, max_model_len=max_model_len)

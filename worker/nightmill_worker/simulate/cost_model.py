@@ -1,8 +1,6 @@
-"""What a step costs on a device, by the roofline, and the least a whole trace can cost.
+"""What a step costs on a device, by the roofline (engine/roofline.py), and the least a whole trace can cost.
 
-FLOPs = 2·P_body·n + 2·P_head·r + 4·L·H·D·S. Bytes = weights + K·(contexts read, once per row) + K·n. A step takes
-max(weights/BW, linear FLOPs/F) + max(KV bytes/BW, attention FLOPs/F): the "sum of max" bound of the benchmarks page.
-n: tokens of the step, r: rows with logits, S: Σ over tokens of what they see, K: KV bytes of a token.
+Contexts are read once per row: simulated steps do not share attention.
 """
 
 import math
@@ -10,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import numpy as np
-
+from nightmill_worker.engine.roofline import Ceilings, ModelCost, Roofline, Work, step_work
 from nightmill_worker.engine.step import StepPlan
 from nightmill_worker.simulate.trace import Trace, TraceRow
 
@@ -122,33 +119,17 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Amounts that a roofline turns into seconds."""
-
-    tokens: float  # n
-    logit_rows: float  # r
-    attended: float  # S
-    context_read: float  # Σ contexts, once per row and step
-
-
 class CostModel:
     """Seconds of a model on a device."""
 
     def __init__(self, device: Device, model: ModelShape) -> None:
         self.device = device
         self.model = model
+        self._roofline = Roofline(_cost(model), Ceilings(device.flops, device.bytes_per_s))
 
     def seconds(self, work: Work, steps: int) -> float:
         """Seconds of this work in so many steps, each of which reads the weights once."""
-        device, model = self.device, self.model
-        linear = 2.0 * model.body_parameters * work.tokens + 2.0 * model.head_parameters * work.logit_rows
-        attention = 4.0 * model.layers * model.heads * model.head_dim * work.attended
-        kv_bytes = float(model.kv_bytes_per_token) * (work.context_read + work.tokens)
-        weight_bytes = float(model.step_weight_bytes) * steps
-        return max(weight_bytes / device.bytes_per_s, linear / device.flops) + max(
-            kv_bytes / device.bytes_per_s, attention / device.flops
-        )
+        return self._roofline.seconds(work, steps)
 
     def step_seconds(self, plan: StepPlan) -> float:
         """Seconds of one step."""
@@ -168,12 +149,14 @@ class CostModel:
         return self.seconds(_trace_work(trace, output_tokens), steps)
 
 
-def step_work(plan: StepPlan) -> Work:
-    """The amounts of one step: query token j of q sees context − q + 1 + j tokens."""
-    counts = np.diff(plan.query_starts).astype(np.int64)
-    contexts = plan.context_lens.astype(np.int64)
-    attended = int((counts * contexts - counts * (counts - 1) // 2).sum())
-    return Work(plan.num_tokens, len(plan.sample.position), attended, int(contexts.sum()))
+def _cost(model: ModelShape) -> ModelCost:
+    return ModelCost(
+        token_flops=2.0 * model.body_parameters,
+        logit_flops=2.0 * model.head_parameters,
+        attention_flops=4.0 * model.layers * model.heads * model.head_dim,
+        weight_bytes=float(model.step_weight_bytes),
+        kv_bytes=float(model.kv_bytes_per_token),
+    )
 
 
 def _trace_work(trace: Trace, output_tokens: list[int]) -> Work:
