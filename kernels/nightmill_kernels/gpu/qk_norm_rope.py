@@ -68,9 +68,17 @@ def _turn(
     if HALF:
         first = tl.load(rows + half, in_half, other=0.0).to(tl.float32)
         second = tl.load(rows + HALF + half, in_half, other=0.0).to(tl.float32)
+        # All loads come first: what follows waits for them once.
+        cos = tl.load(cos_sin + half, in_half, other=0.0)
+        sin = tl.load(cos_sin + HALF + half, in_half, other=0.0)
     if HAS_REST:
         tail = tl.load(rows + rest, in_rest, other=0.0).to(tl.float32)
     if weight is not None:
+        if HALF:
+            first_weight = tl.load(weight + half, in_half, other=0.0)
+            second_weight = tl.load(weight + HALF + half, in_half, other=0.0)
+        if HAS_REST:
+            tail_weight = tl.load(weight + rest, in_rest, other=0.0)
         squares = tl.zeros([head.shape[0]], tl.float32)
         if HALF:
             squares += tl.sum(first * first + second * second, 1)
@@ -79,16 +87,11 @@ def _turn(
         scale = tl.rsqrt(squares / D + eps)[:, None]
         # Rounded before the rotation, as models are trained and as separate operations would.
         if HALF:
-            factor = tl.load(weight + half, in_half, other=0.0).to(tl.float32) + weight_offset
-            first = (first * scale * factor).to(dtype).to(tl.float32)
-            factor = tl.load(weight + HALF + half, in_half, other=0.0).to(tl.float32) + weight_offset
-            second = (second * scale * factor).to(dtype).to(tl.float32)
+            first = (first * scale * (first_weight.to(tl.float32) + weight_offset)).to(dtype).to(tl.float32)
+            second = (second * scale * (second_weight.to(tl.float32) + weight_offset)).to(dtype).to(tl.float32)
         if HAS_REST:
-            factor = tl.load(weight + rest, in_rest, other=0.0).to(tl.float32) + weight_offset
-            tail = tail * scale * factor
+            tail = tail * scale * (tail_weight.to(tl.float32) + weight_offset)
     if HALF:
-        cos = tl.load(cos_sin + half, in_half, other=0.0)
-        sin = tl.load(cos_sin + HALF + half, in_half, other=0.0)
         turned = (first * cos - second * sin).to(dtype)
         turned_second = (second * cos + first * sin).to(dtype)
         if WRITES:
@@ -149,7 +152,6 @@ def _qk_norm_rope(
             column = tl.arange(0, D_BLOCK)[None, :]
             in_head = is_head[:, None] & (column < D)
             value = tl.load(v + token * v_stride + (head * D)[:, None] + column, in_head, other=0.0)
-            tl.store(v_pool + place + (head * (PAGE * D))[:, None] + column, value, in_head & is_stored)
             pool = k_pool + place
         else:
             is_stored = False
@@ -158,6 +160,8 @@ def _qk_norm_rope(
             k + token * k_stride, head, is_head, k_weight, table, eps, weight_offset, pool, is_stored,
             D, HALF, HALF_BLOCK, REST_BLOCK, PAGE * D, WRITES_K,
         )  # fmt: skip
+        if k_pool is not None:
+            tl.store(v_pool + place + (head * (PAGE * D))[:, None] + column, value, in_head & is_stored)
     elif q is not None:
         q_head = (tl.program_id(1) - 1) * Q_HEADS + tl.arange(0, Q_HEADS)
         _turn(

@@ -51,6 +51,7 @@ def _rms_norm(
     mask = (row < num_rows)[:, None] & (column < LENGTH)[None, :]
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     within = (head * LENGTH)[:, None] + column[None, :]
+    factor = tl.load(weight + column, column < LENGTH, other=0.0).to(tl.float32) + weight_offset
     wide = tl.load(x + (token * x_stride)[:, None] + within, mask, other=0.0).to(tl.float32)
     if residual is not None:
         # The sum is rounded before it is normalised: what the next layer adds to is what this one saw.
@@ -59,7 +60,6 @@ def _rms_norm(
         tl.store(at, total, mask)
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / LENGTH + eps)
-    factor = tl.load(weight + column, column < LENGTH, other=0.0).to(tl.float32) + weight_offset
     normed = wide * scale[:, None] * factor[None, :]
     tl.store(out + (token * out_stride)[:, None] + within, normed.to(out.dtype.element_ty), mask)
 
