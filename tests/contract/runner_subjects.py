@@ -59,19 +59,19 @@ def fake_runner(_: Path) -> Runner:
 
 def model_runner(directory: Path) -> Runner:
     """A tiny decoder in float32 whose logits depend on all it sees; FAIL_TOKEN's embedding is not a number."""
-    config, weights, shape = _tiny(directory)
+    config, weights, shape = tiny_model(directory)
     return ModelRunner(config, weights, shape, max_model_len=_MAX_MODEL_LEN, num_host_pages=NUM_HOST_PAGES)
 
 
-def device_runner(directory: Path, *, enforce_eager: bool = False) -> Runner:
+def device_runner(directory: Path, *, enforce_eager: bool = False, device: Device | None = None) -> DeviceRunner:
     """The same, run as a GPU's steps are: staged, decodes by graph, drawn where the logits are."""
-    config, weights, shape = _tiny(directory)
+    config, weights, shape = tiny_model(directory)
     pool = KVPool(config, shape, torch.float32)
     return DeviceRunner(
         config,
         Decoder(config, weights, pool, max_model_len=_MAX_MODEL_LEN),
         pool,
-        Device(),
+        device or Device(),
         dtype=torch.float32,
         max_model_len=_MAX_MODEL_LEN,
         limits=StepLimits(device="cpu", max_num_seqs=24, max_num_batched_tokens=256),
@@ -80,7 +80,8 @@ def device_runner(directory: Path, *, enforce_eager: bool = False) -> Runner:
     )
 
 
-def _tiny(directory: Path) -> tuple[ModelConfig, ModelWeights, PoolShape]:
+def tiny_model(directory: Path) -> tuple[ModelConfig, ModelWeights, PoolShape]:
+    """Its config, weights and page pool."""
     (directory / "config.json").write_text(json.dumps(_TINY))
     config = read_config(directory)
     weights = dummy_weights(config, torch.float32, seed=3)
