@@ -7,7 +7,7 @@ An item is a few query rows against one range of keys of one page table. Three k
 - a tile of a shared prefix: rows of many decodes whose page tables begin alike, cut into chunks like a decode.
 
 A row of several items has that many partial results, which a second launch merges: its `first partial` is where they
-begin. A row of one item writes its result itself and has -1. Cuts lie at multiples of a chunk from position 0 and
+begin. A row of one item that is no prefix tile writes its result itself and has -1; all rows of an item are alike. Cuts lie at multiples of a chunk from position 0 and
 depend on the row's own length alone, so that its result does not depend on its batch mates.
 """
 
@@ -178,8 +178,10 @@ def plan_attention(
     splits = prefix_splits[decodes] + own_splits
     narrow[:, 5] += np.repeat(prefix_splits[decodes], own_splits)
 
-    partials = np.where(splits > 1, splits, 0)
-    first = np.where(splits > 1, np.cumsum(partials) - partials, -1)
+    # Rows of one tile are alike: members of a group have partials even if they have one each.
+    parted = (splits > 1) | (shared[decodes] > 0)
+    partials = np.where(parted, splits, 0)
+    first = np.where(parted, np.cumsum(partials) - partials, -1)
     rows = np.zeros((len(decodes), ROW), dtype=np.int32)
     rows[:, 0], rows[:, 1], rows[:, 2] = query_starts[decodes], contexts - 1, first
 
@@ -197,7 +199,7 @@ def plan_attention(
         wide_items = wide_items[np.argsort(wide_items[:, 3] - wide_items[:, 4], kind="stable")]
         items = np.concatenate((narrow, wide_items))
 
-    merges = _merges(rows[: len(decodes)], splits, int(query_starts[-1]), num_tokens)
+    merges = _merges(rows[: len(decodes)], splits, parted | (splits == 0), int(query_starts[-1]), num_tokens)
     header = np.array([len(narrow), len(items) - len(narrow), len(merges), table_width, 0, 0, 0, 0], dtype=np.int32)
     return WorkList(header=header, items=items, rows=rows, merges=merges, num_partials=int(partials.sum()))
 
@@ -324,9 +326,9 @@ def _prefill_items(
     return items, rows
 
 
-def _merges(rows: Ints, splits: Ints, end: int, num_tokens: int) -> Ints:
-    """Entries of the decodes that have several partials or none, and of the tokens from `end` on, which have none."""
-    open_rows = np.flatnonzero(splits != 1)
+def _merges(rows: Ints, splits: Ints, wanted: NDArray[np.bool_], end: int, num_tokens: int) -> Ints:
+    """Entries of the decodes `wanted`, which have partials or nothing, and of the tokens from `end` on."""
+    open_rows = np.flatnonzero(wanted)
     merges = np.zeros((len(open_rows) + num_tokens - end, MERGE), dtype=np.int32)
     decodes = merges[: len(open_rows)]
     decodes[:, 0], decodes[:, 1], decodes[:, 2] = rows[open_rows, 0], rows[open_rows, 2], splits[open_rows]

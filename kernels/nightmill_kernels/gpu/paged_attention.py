@@ -6,20 +6,27 @@ code at two tile heights. The work list is drawn in docs/kernels.md.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nightmill_kernels.gpu.attention_config import (
+    MERGE_STAGES,
+    MERGE_WARPS,
+    AttentionConfig,
+    attention_constants,
+    choose_config,
+    merge_constants,
+)
+from nightmill_kernels.gpu.spec import KernelSpec
 from nightmill_kernels.metadata import AttentionMetadata, AttentionWork
-from nightmill_kernels.work_list import device_work, narrow_height, plan_attention, wide_height
+from nightmill_kernels.work_list import device_work, plan_attention
 
 LOG2E = 1.4426950408889634
-
-SPLIT_BLOCK = 8
-"""Partials of a row merged at once: 2,048 keys' worth."""
 
 
 @triton.jit
@@ -90,6 +97,7 @@ def attention_kernel(
                 PAGE_SIZE,
                 BLOCK_N,
                 WIDE_M,
+                False,
                 HAS_WINDOW,
                 HAS_SOFTCAP,
             )
@@ -121,6 +129,7 @@ def attention_kernel(
             PAGE_SIZE,
             BLOCK_N,
             NARROW_M,
+            True,
             HAS_WINDOW,
             HAS_SOFTCAP,
         )
@@ -152,26 +161,30 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One item for one KV head."""
-    row_start = tl.load(item)
-    num_rows = tl.load(item + 1)
+    """One item for one KV head. ONE_ROW: the row is of a decode and sees all keys of the item, but for a window."""
     table = tables + tl.load(item + 2).to(tl.int64) * table_width
     key_start = tl.load(item + 3)
     key_end = tl.load(item + 4)
-    split = tl.load(item + 5)
 
     lane = tl.arange(0, BLOCK_M)
-    live = lane // GROUP < num_rows
-    head = kv_head * GROUP + lane % GROUP
-    row = rows + (row_start + lane // GROUP) * 4
-    token = tl.load(row, mask=live, other=0).to(tl.int64)
-    position = tl.load(row + 1, mask=live, other=-1)
-    first = tl.load(row + 2, mask=live, other=-1)
     dims = tl.arange(0, PADDED_DIM)
     in_head = dims < HEAD_DIM
+    if ONE_ROW:
+        live = lane < GROUP
+        row = rows + tl.load(item) * 4
+        token = tl.load(row).to(tl.int64)
+        position = tl.load(row + 1)
+        head = kv_head * GROUP + lane
+    else:
+        live = lane // GROUP < tl.load(item + 1)
+        row = rows + (tl.load(item) + lane // GROUP) * 4
+        token = tl.load(row, mask=live, other=0).to(tl.int64)
+        position = tl.load(row + 1, mask=live, other=-1)[:, None]
+        head = kv_head * GROUP + lane % GROUP
     rows_q = tl.load(
         q + (token * q_stride + head * HEAD_DIM)[:, None] + dims[None, :],
         mask=live[:, None] & in_head[None, :],
@@ -181,26 +194,38 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    # Columns past the context may hold anything; page 0 always exists.
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + key_start // PAGE_SIZE, mask=key_start < key_end, other=0)
+    else:
+        first_key = key_start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + first_key // PAGE_SIZE, mask=first_key < key_end, other=0)
     for start in range(key_start, key_end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         inside = key < key_end
-        # Columns past the context may hold anything; page 0 always exists.
-        page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        place = page * pool_stride + kv_head * (PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
+        place = page.to(tl.int64) * pool_stride + kv_head * (PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
         block = place[:, None] + dims[None, :]
+        # A block ahead, so that K and V never wait for their page ids.
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + (start + BLOCK_N) // PAGE_SIZE, mask=start + BLOCK_N < key_end, other=0)
+        else:
+            next_key = key + BLOCK_N
+            page = tl.load(table + next_key // PAGE_SIZE, mask=next_key < key_end, other=0)
         # What K holds past the end is masked as a score; V must be zero there, since 0 * NaN is NaN.
         if PADDED_DIM == HEAD_DIM:
             keys = tl.load(k_pool + block)
         else:
             keys = tl.load(k_pool + block, mask=in_head[None, :], other=0.0)
         values = tl.load(v_pool + block, mask=inside[:, None] & in_head[None, :], other=0.0)
-        scores = tl.dot(rows_q, tl.trans(keys), input_precision="ieee") * score_scale
+        scores = tl.dot(rows_q, tl.trans(keys), input_precision="tf32x3") * score_scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + e^2x)
             scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores))
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        visible = inside[None, :]
+        if not ONE_ROW:
+            visible = visible & (key[None, :] <= position)
         if HAS_WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
+            visible = visible & (key[None, :] > position - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         # -inf - (-inf) is NaN: a row that has seen nothing yet keeps zeros.
@@ -209,22 +234,35 @@ def _attend(
         shrink = tl.exp2(top - safe_top)
         total = total * shrink + tl.sum(weights, 1)
         sums = sums * shrink[:, None]
-        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="tf32x3")
         top = new_top
 
     divisor = tl.where(total > 0.0, total, 1.0)
     result = sums / divisor[:, None]
-    whole = live & (first < 0)
-    tl.store(
-        out + (token * out_stride + head * HEAD_DIM)[:, None] + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=whole[:, None] & in_head[None, :],
-    )
-    part = live & (first >= 0)
-    slot = (first + split).to(tl.int64) * (KV_HEADS * GROUP) + head
-    tl.store(partial_out + (slot * HEAD_DIM)[:, None] + dims[None, :], result, mask=part[:, None] & in_head[None, :])
-    lse = tl.where(total > 0.0, top + tl.log2(divisor), float("-inf"))
-    tl.store(partial_lse + slot, lse, mask=part)
+    # Read again: kept through the loop they would cost it registers. The rows of an item are alike: whole or parts.
+    row_start = tl.load(item, volatile=True)
+    first_row = rows + row_start * 4
+    if ONE_ROW:
+        entry = first_row + lane * 0
+        stored = lane < GROUP
+    else:
+        entry = first_row + lane // GROUP * 4
+        stored = lane // GROUP < tl.load(item + 1, volatile=True)
+    if tl.load(first_row + 2, volatile=True) < 0:
+        out_row = tl.load(entry, mask=stored, other=0).to(tl.int64) * out_stride + head * HEAD_DIM
+        tl.store(
+            out + out_row[:, None] + dims[None, :],
+            result.to(out.dtype.element_ty),
+            mask=stored[:, None] & in_head[None, :],
+        )
+    else:
+        partial = tl.load(entry + 2, mask=stored, other=0) + tl.load(item + 5)
+        slot = partial.to(tl.int64) * (KV_HEADS * GROUP) + head
+        tl.store(
+            partial_out + (slot * HEAD_DIM)[:, None] + dims[None, :], result, mask=stored[:, None] & in_head[None, :]
+        )
+        lse = tl.where(total > 0.0, top + tl.log2(divisor), float("-inf"))
+        tl.store(partial_lse + slot, lse, mask=stored)
 
 
 @triton.jit
@@ -273,23 +311,6 @@ def merge_kernel(
         tl.store(out + token * out_stride + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_head)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionConfig:
-    """What of a launch is chosen, not given."""
-
-    block_n: int  # keys of an iteration
-    num_warps: int
-    num_stages: int  # iterations in flight
-    programs_per_sm: int  # of a persistent grid: as many as registers and shared memory let run at once
-
-
-def choose_config(*, padded_dim: int, itemsize: int, has_wide: bool) -> AttentionConfig:
-    """The launch for a head size, in bytes 2 (bf16, fp16) or 4 an element."""
-    row_bytes = padded_dim * itemsize
-    block_n = 64 if row_bytes <= 256 else 32
-    return AttentionConfig(block_n=block_n, num_warps=4, num_stages=3 if row_bytes <= 256 else 2, programs_per_sm=2)
-
-
 def paged_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -300,8 +321,9 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     out: Tensor,
+    config: AttentionConfig | None = None,
 ) -> Tensor:
-    """Fill `out` [T, H, D]; see the wrapper for the contract.
+    """Fill `out` [T, H, D]; see the wrapper for the contract. `config`: another than `choose_config`'s, to measure it.
 
     Without `meta.work` for this window the list is planned here, which waits for the device: single calls, tests.
     """
@@ -309,11 +331,10 @@ def paged_attention(
     if work is None:
         work = build_work(q, k_pool, meta, window)
     kv_heads, page_size, head_dim = k_pool.shape[1:]
-    group = q.shape[1] // kv_heads
-    padded_dim = triton.next_power_of_2(max(head_dim, 16))
-    config = choose_config(padded_dim=padded_dim, itemsize=q.element_size(), has_wide=work.has_wide)
-    score_scale, cap = _scales(scale, softcap)
+    if config is None:
+        config = choose_config(head_dim=head_dim, itemsize=q.element_size(), has_wide=work.has_wide)
     if work.num_programs:
+        score_scale, cap = _scales(scale, softcap)
         attention_kernel[(work.num_programs,)](
             q,
             k_pool,
@@ -331,17 +352,16 @@ def paged_attention(
             score_scale,
             cap,
             window or 0,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            PAGE_SIZE=page_size,
-            BLOCK_N=config.block_n,
-            NARROW_M=narrow_height(group),
-            WIDE_M=wide_height(group),
-            HAS_WIDE=work.has_wide,
-            HAS_WINDOW=window is not None,
-            HAS_SOFTCAP=softcap is not None,
+            **attention_constants(
+                heads=q.shape[1],
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                has_wide=work.has_wide,
+                has_window=window is not None,
+                has_softcap=softcap is not None,
+                config=config,
+            ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
@@ -353,26 +373,11 @@ def paged_attention(
             work.header,
             work.merges,
             out.stride(0),
-            HEADS=q.shape[1],
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            SPLIT_BLOCK=SPLIT_BLOCK,
-            num_warps=1,
+            **merge_constants(q.shape[1], head_dim),
+            num_warps=MERGE_WARPS,
+            num_stages=MERGE_STAGES,
         )
     return out
-
-
-def num_programs(*, head_dim: int, itemsize: int, has_wide: bool, num_sms: int) -> int:
-    """Programs of a persistent grid, for a graph that is replayed with lists of any length."""
-    padded_dim = triton.next_power_of_2(max(head_dim, 16))
-    return num_sms * choose_config(padded_dim=padded_dim, itemsize=itemsize, has_wide=has_wide).programs_per_sm
-
-
-@dataclass(frozen=True, slots=True)
-class _HostGroups:
-    starts: Any
-    sequences: Any
-    num_pages: Any
 
 
 def build_work(q: Tensor, k_pool: Tensor, meta: AttentionMetadata, window: int | None) -> AttentionWork:
@@ -383,14 +388,14 @@ def build_work(q: Tensor, k_pool: Tensor, meta: AttentionMetadata, window: int |
     groups = None
     if meta.groups is not None:
         groups = _HostGroups(
-            *(x.cpu().numpy() for x in (meta.groups.starts, meta.groups.sequences, meta.groups.num_pages))
+            *(x.numpy(force=True) for x in (meta.groups.starts, meta.groups.sequences, meta.groups.num_pages))
         )
-        _check_tables(groups, meta.page_tables.cpu().numpy())
+        _check_tables(groups, meta.page_tables.numpy(force=True))
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = k_pool.shape[1:3]
     plan = plan_attention(
-        meta.query_starts.cpu().numpy(),
-        meta.context_lens.cpu().numpy(),
+        meta.query_starts.numpy(force=True),
+        meta.context_lens.numpy(force=True),
         groups,
         num_tokens=q.shape[0],
         group_size=heads // kv_heads,
@@ -407,7 +412,16 @@ def build_work(q: Tensor, k_pool: Tensor, meta: AttentionMetadata, window: int |
     )
 
 
-def _check_tables(groups: _HostGroups, tables: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _HostGroups:
+    """PrefixGroups in numpy."""
+
+    starts: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+    num_pages: NDArray[np.int32]
+
+
+def _check_tables(groups: _HostGroups, tables: NDArray[np.int32]) -> None:
     for first, last, pages in zip(groups.starts[:-1], groups.starts[1:], groups.num_pages, strict=True):
         shared = tables[groups.sequences[first:last], :pages]
         if len(shared) and (shared != shared[0]).any():
@@ -419,3 +433,78 @@ def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
     if softcap is None:
         return scale * LOG2E, 0.0
     return 2.0 * scale / softcap * LOG2E, softcap * LOG2E
+
+
+_POINTERS = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16") | dict.fromkeys(
+    ("tables", "header", "items", "rows"), "*i32"
+)
+_PARTIALS = {"partial_out": "*fp32", "partial_lse": "*fp32"}
+
+
+def specs() -> list[KernelSpec]:
+    """Attention of the models we know best in bf16, decodes alone and with tiles; and the merge."""
+    shapes: list[tuple[str, int, int, int, tuple[int, ...], bool, bool]] = [
+        # model, heads, KV heads, head size, page sizes, window, soft cap
+        ("qwen3-0.6b", 16, 8, 128, (16, 32, 64), False, False),
+        ("llama-3.1-8b", 32, 8, 128, (16, 64), False, False),
+        ("qwen2.5-7b", 28, 4, 128, (16,), False, False),
+        ("smollm2-135m", 9, 3, 64, (16,), False, False),
+        ("phi-3-mini", 32, 32, 96, (16,), True, False),
+        ("gemma-3-1b", 4, 1, 256, (16,), True, False),
+        ("gemma-2-2b", 8, 4, 256, (16,), True, True),
+    ]
+    attention = [
+        _attention_spec(model, heads, kv_heads, head_dim, page_size, has_wide, window, softcap)
+        for model, heads, kv_heads, head_dim, page_sizes, window, softcap in shapes
+        for page_size in page_sizes
+        for has_wide in (False, True)
+    ]
+    return attention + [
+        _merge_spec(heads, head_dim) for heads, head_dim in ((16, 128), (32, 128), (9, 64), (32, 96), (4, 256))
+    ]
+
+
+def _attention_spec(
+    model: str, heads: int, kv_heads: int, head_dim: int, page_size: int, has_wide: bool, window: bool, softcap: bool
+) -> KernelSpec:
+    config = choose_config(head_dim=head_dim, itemsize=2, has_wide=has_wide)
+    strides = ("q_stride", "out_stride", "pool_stride")
+    return KernelSpec(
+        stem="paged_attention",
+        config=f"{model} page {page_size} {'mixed' if has_wide else 'decode'}"
+        + (" window" if window else "")
+        + (" softcap" if softcap else ""),
+        kernel=attention_kernel,
+        signature=_POINTERS
+        | _PARTIALS
+        | dict.fromkeys((*strides, "window"), "i32")
+        | {"score_scale": "fp32", "softcap": "fp32"},
+        constants=attention_constants(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            has_wide=has_wide,
+            has_window=window,
+            has_softcap=softcap,
+            config=config,
+        ),
+        divisible=frozenset((*_POINTERS, *_PARTIALS, *strides)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        wants_tensor_cores=True,
+    )
+
+
+def _merge_spec(heads: int, head_dim: int) -> KernelSpec:
+    pointers = _PARTIALS | {"out": "*bf16", "header": "*i32", "merges": "*i32"}
+    return KernelSpec(
+        stem="paged_attention",
+        config=f"merge {heads} x {head_dim}",
+        kernel=merge_kernel,
+        signature=pointers | {"out_stride": "i32"},
+        constants=merge_constants(heads, head_dim),
+        divisible=frozenset((*pointers, "out_stride")),
+        num_warps=MERGE_WARPS,
+        num_stages=MERGE_STAGES,
+    )
