@@ -40,7 +40,7 @@ def measure(at: Site, rows: int, shard_rows: int) -> dict[str, float]:
     flags = ["--model", "fake", "--max-tokens", "1", "--shard-rows", str(shard_rows)]
     begun = time.monotonic()
     submitter = subprocess.Popen(
-        [NIGHTMILL, "submit", str(path), "-o", str(out), *flags], env=at.environment, stdout=subprocess.DEVNULL
+        [NIGHTMILL, "submit", path, "-o", str(out), *flags], env=at.environment, stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(submitter.pid, 0)
     assert status == 0, status
@@ -54,7 +54,7 @@ def measure(at: Site, rows: int, shard_rows: int) -> dict[str, float]:
     assert job.rows.completed == rows, job
     assert job.started_at is not None
     assert job.finished_at is not None
-    path.unlink()
+    Path(path).unlink()
     run_s = (job.finished_at - job.started_at).total_seconds()
     return {
         "submit_s": submit_s,

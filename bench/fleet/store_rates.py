@@ -48,7 +48,7 @@ def beat(url: str, worker_id: str, leases: dict[int, int], seconds: float) -> li
 
 def measure(at: Site, shards: int, workers: int, seconds: float) -> dict[str, object]:
     """All figures."""
-    spec = JobSpec(inputs=(str(at.write("in", shards)),), output=str(at.folder / "out"), model=ModelSpec(model="fake"))
+    spec = JobSpec(inputs=(at.write("in", shards),), output=str(at.folder / "out"), model=ModelSpec(model="fake"))
     job, submit_s = timed(lambda: submit_job(at.store, spec, JobOptions(shard_rows=1)))
     _, ring_s = timed(lambda: ring(at.store, at.settings))
     status_s = statistics.median(timed(lambda: at.store.job(job.job_id))[1] for _ in range(9))

@@ -8,18 +8,19 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from nightmill.broker import Broker
-from nightmill.closing import close_due, end_job
+from nightmill.closing import close_shard, end_job, side_by_side
 from nightmill.config import Settings
 from nightmill.errors import BrokerError, NightmillError, StoreError
-from nightmill.output.closer import close_part, finalize
+from nightmill.output.closer import PartCloser, finalize
 from nightmill.relay import relay
+from nightmill.states import ShardState
 from nightmill.store import Store
 from nightmill.worker_lock import new_worker_id, sweep_dead
 
@@ -161,51 +162,79 @@ class Janitor:
                 report.num_rings = relay(self._store, self._broker)
 
     def _close(self, report: JanitorReport) -> None:
-        for job_id in self._store.jobs_to_close():
-            left = MAX_CLOSINGS - report.num_closed
-            if left <= 0:
-                return
-            close = partial(self._close_job, job_id, left, report)
-            self._attempt(job_id, "closing", close, report)
+        closer = PartCloser(self._store)
+        troubles: dict[str, Exception] = {}
+        due = self._due()
 
-    def _close_job(self, job_id: str, limit: int, report: JanitorReport) -> None:
-        model = self._store.job(job_id).spec.model.model
-        report.num_closed += close_due(
-            self._store, self._worker_id, partial(close_part, self._store, model), job_id=job_id, limit=limit
-        )
+        def close(shard: tuple[str, int, ShardState]) -> bool:
+            job_id, shard_id, reason = shard
+            if job_id in troubles:
+                return False  # one is enough: it will be tried again
+            try:
+                return close_shard(self._store, self._worker_id, closer.close, shard_id, reason)
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 - one job's trouble is not the next one's
+                troubles.setdefault(job_id, error)
+                return False
+
+        report.num_closed += sum(side_by_side(close, due))
+        for job_id in dict.fromkeys(job_id for job_id, _, _ in due):
+            self._judge(job_id, "closing", troubles.get(job_id), report)
+
+    def _due(self) -> list[tuple[str, int, ShardState]]:
+        """Shards to close now: job, shard, reason."""
+        due: list[tuple[str, int, ShardState]] = []
+        for job_id in self._store.jobs_to_close():
+            left = MAX_CLOSINGS - len(due)
+            if left <= 0:
+                break
+            if not self._is_paused(job_id):
+                due += [(job_id, *shard) for shard in self._store.due_for_closing(left, job_id)]
+        return due
 
     def _end(self, report: JanitorReport) -> None:
-        for job_id in self._store.finalizable_jobs(MAX_ENDINGS + len(self._pauses)):
-            self._attempt(job_id, "ending", partial(self._end_job, job_id, report), report)
+        found = self._store.finalizable_jobs(MAX_ENDINGS + len(self._pauses))
+        job_ids = [job_id for job_id in found if not self._is_paused(job_id)]
+        for job_id, ended in zip(job_ids, side_by_side(self._end_job, job_ids), strict=True):
+            self._judge(job_id, "ending", ended if isinstance(ended, Exception) else None, report)
+            if ended is True:
+                report.ended.append(job_id)
 
-    def _end_job(self, job_id: str, report: JanitorReport) -> None:
-        if end_job(self._store, job_id, partial(finalize, self._store)):
-            report.ended.append(job_id)
+    def _end_job(self, job_id: str) -> bool | Exception:
+        try:
+            return end_job(self._store, job_id, partial(finalize, self._store))
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            return error
 
-    def _attempt(self, job_id: str, what: str, action: Callable[[], None], report: JanitorReport) -> None:
-        """One job's trouble (its folder is gone, its bucket refuses) is not the next one's."""
+    def _is_paused(self, job_id: str) -> bool:
         pause = self._pauses.get(job_id)
-        if pause is not None and time.monotonic() < pause.until:
-            return
-        with self._told(report, f"{what} {job_id}", NightmillError):
-            try:
-                action()
-            except NightmillError:
-                self._pauses[job_id] = _Pause.after(pause)
-                raise
+        return pause is not None and time.monotonic() < pause.until
+
+    def _judge(self, job_id: str, what: str, trouble: Exception | None, report: JanitorReport) -> None:
+        """One job's trouble (its folder is gone, its bucket refuses) is tried again later, and the others go on."""
+        if trouble is None:
             self._pauses.pop(job_id, None)
+            return
+        self._pauses[job_id] = _Pause.after(self._pauses.get(job_id))
+        with self._told(report, f"{what} {job_id}", Exception):
+            raise trouble
 
     @contextmanager
-    def _told(self, report: JanitorReport, what: str, expected: type[NightmillError]) -> Iterator[None]:
+    def _told(self, report: JanitorReport, what: str, expected: type[Exception]) -> Iterator[None]:
         """What fails here is tried again in a later sweep; a store that is away ends this one."""
         try:
             yield
         except StoreError:
             raise
         except expected as error:
-            trouble = f"{what}: {error.message}"
+            is_ours = isinstance(error, NightmillError)
+            trouble = f"{what}: {error.message if isinstance(error, NightmillError) else repr(error)}"
             report.troubles.append(trouble)
-            log.log(logging.DEBUG if trouble in self._known else logging.ERROR, "%s: %s", what, error)
+            level = logging.DEBUG if trouble in self._known else logging.ERROR
+            log.log(level, "%s: %s", what, error, exc_info=None if is_ours else error)
 
 
 @dataclass(frozen=True, slots=True)

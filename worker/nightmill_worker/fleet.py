@@ -64,7 +64,7 @@ class Fleet:
         worker_id: str,
         lease_ttl_s: float,
         slice_s: float,
-        on_commit: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._store = store
         self._host = host
@@ -74,7 +74,7 @@ class Fleet:
         self._worker_id = worker_id
         self._lease_ttl_s = lease_ttl_s
         self._slice_s = slice_s
-        self._on_commit = on_commit
+        self._on_end = on_end
         self._book = JobBook(store)
         self._budget = ErrorBudget(store, self._book)
         self._claiming = threading.Lock()
@@ -219,7 +219,7 @@ class Fleet:
         if failure is None:
             if ended.end is ShardEnd.COMMITTED:
                 self._pauses.succeeded(lease.job_id)
-                self._on_commit()
+            self._on_end()
             return
         if isinstance(failure, EngineError):
             raise failure

@@ -1,4 +1,4 @@
-"""The janitor that every worker carries: a sweep every few seconds, and at once when a shard was committed."""
+"""The janitor that every worker carries: a sweep every few seconds, and at once when a shard has ended."""
 
 import logging
 import random
@@ -24,7 +24,7 @@ class FleetJanitor:
         self._thread.start()
 
     def wake(self) -> None:
-        """A shard was committed: its job may be at its end."""
+        """A shard was committed, or given back for a job that stops: its job may be at its end."""
         self._woken.set()
 
     def close(self) -> None:

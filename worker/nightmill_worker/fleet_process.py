@@ -105,7 +105,7 @@ class FleetWorker:
             worker_id=self.worker_id,
             lease_ttl_s=options.lease_ttl_s,
             slice_s=options.slice_s,
-            on_commit=self._janitor.wake,
+            on_end=self._janitor.wake,
         )
         self._bells = self._make_bells()
 

@@ -1,9 +1,12 @@
 """The end of shards that nobody will compute any more, and of jobs whose shards have all ended. Needs no model."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from nightmill.closing import close_due
+import pyarrow as pa
+
+from nightmill.closing import OnceRead, close_due
 from nightmill.errors import RowErrorCode
 from nightmill.output.checkpoint import read_checkpoints
 from nightmill.output.folder import OutputFolder
@@ -13,7 +16,7 @@ from nightmill.output.part_rows import Unanswered
 from nightmill.records import JobInfo, ShardLease, ShardResult
 from nightmill.rows import job_source_schema
 from nightmill.states import TERMINAL_JOB, JobStatus, ShardState
-from nightmill.storage import open_storage, pinned
+from nightmill.storage import Storage, open_storage, pinned
 from nightmill.store import Store
 
 _REASONS = {
@@ -30,7 +33,8 @@ def wind_up(store: Store, job_id: str, worker_id: str, model_name: str) -> bool:
 
     Safe to run again after a crash, and by several at once.
     """
-    while close_due(store, worker_id, partial(close_part, store, model_name), job_id=job_id):
+    closer = PartCloser(store)
+    while close_due(store, worker_id, lambda lease, job: closer.close(lease, job, model_name), job_id=job_id):
         pass
     if store.begin_finalize(job_id):
         finalize(store, store.job(job_id))
@@ -38,31 +42,53 @@ def wind_up(store: Store, job_id: str, worker_id: str, model_name: str) -> bool:
     return store.job(job_id).status in TERMINAL_JOB
 
 
-def close_part(store: Store, model_name: str, lease: ShardLease, job: JobInfo) -> ShardResult:
-    """Write the part of a shard leased for closing: checkpointed rows, and error rows for the rest."""
-    assert lease.close_as is not None
-    storage = open_storage(job.spec.output)
-    folder = OutputFolder(job.spec.output, job.job_id)
-    sources = store.sources(job.job_id)
-    durable = read_checkpoints(storage, folder.work, lease.range.index)
-    build: Callable[..., PartInfo]
-    if lease.replaces_etag is None:
-        build = partial(write_part, unanswered=_REASONS[lease.close_as])
-    else:  # a retry that was stopped: rows it had not come to keep the errors they have
-        build = partial(replace_part, etag=lease.replaces_etag)
-    part = build(
-        storage,
-        folder,
-        lease.range,
-        durable,
-        spec=job.spec,
-        spec_digest=job.spec_digest,
-        source_schema=job_source_schema(sources, job.spec, storage=pinned(sources)),
-        model=model_name,
-        attempt=lease.attempt,
-        source_storage=pinned(sources),
-    )
-    return part.result(rows_resumed=len(durable))
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Of one job."""
+
+    schema: pa.Schema
+    storage: Storage
+
+
+class PartCloser:
+    """Writes the parts of shards leased for closing, several at once; the inputs of a job are looked at once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._jobs: OnceRead[JobInfo] = OnceRead(store.job)
+        self._inputs: OnceRead[_Inputs] = OnceRead(self._look)
+
+    def close(self, lease: ShardLease, job: JobInfo | None = None, model_name: str | None = None) -> ShardResult:
+        """Write a shard's part: checkpointed rows, and error rows by `lease.close_as` for the rest."""
+        job = job or self._jobs.get(lease.job_id)
+        assert lease.close_as is not None
+        storage = open_storage(job.spec.output)
+        folder = OutputFolder(job.spec.output, job.job_id)
+        inputs = self._inputs.get(job.job_id)
+        durable = read_checkpoints(storage, folder.work, lease.range.index)
+        build: Callable[..., PartInfo]
+        if lease.replaces_etag is None:
+            build = partial(write_part, unanswered=_REASONS[lease.close_as])
+        else:  # a retry that was stopped: rows it had not come to keep the errors they have
+            build = partial(replace_part, etag=lease.replaces_etag)
+        part = build(
+            storage,
+            folder,
+            lease.range,
+            durable,
+            spec=job.spec,
+            spec_digest=job.spec_digest,
+            source_schema=inputs.schema,
+            model=model_name or job.spec.model.model,
+            attempt=lease.attempt,
+            source_storage=inputs.storage,
+        )
+        return part.result(rows_resumed=len(durable))
+
+    def _look(self, job_id: str) -> _Inputs:
+        sources = self._store.sources(job_id)
+        storage = pinned(sources)
+        return _Inputs(job_source_schema(sources, self._jobs.get(job_id).spec, storage=storage), storage)
 
 
 def finalize(store: Store, job: JobInfo) -> None:

@@ -138,7 +138,7 @@ def make_place(tmp_path: Path) -> Iterator[Callable[..., Place]]:
             worker_id="w",
             lease_ttl_s=30,
             slice_s=slice_s,
-            on_commit=lambda: None,
+            on_end=lambda: None,
         )
         return Place(store, crew, host, tier_slots, drain, fleet)
 

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,21 +74,50 @@ def test_a_closer_that_fails_gives_the_shard_back(store: Store) -> None:
     assert close_due(store, "janitor", close_part) == 1
 
 
+def test_shards_are_closed_side_by_side(store: Store) -> None:
+    store.cancel(make_job(store, 4).job_id)
+    together = threading.Barrier(4, timeout=60)
+
+    def meet(lease: ShardLease, job: JobInfo) -> ShardResult:
+        together.wait()
+        return close_part(lease, job)
+
+    assert close_due(store, "janitor", meet) == 4
+
+
+def test_after_an_error_what_was_begun_is_brought_to_its_end(store: Store) -> None:
+    job_id = make_job(store, 40).job_id
+    store.cancel(job_id)
+
+    def fail(lease: ShardLease, job: JobInfo) -> ShardResult:
+        if lease.range.index == 3:
+            raise OSError("disk full")
+        return close_part(lease, job)
+
+    with pytest.raises(OSError, match="disk full"):
+        close_due(store, "janitor", fail)
+    left = store.job(job_id).num_shards_by_state
+    assert set(left) == {ShardState.AVAILABLE, ShardState.CANCELLED}, "no lease is left behind"
+    assert close_due(store, "janitor", close_part) == left[ShardState.AVAILABLE]
+    assert [shard.attempt for shard in store.shard_results(job_id)][3] == 2
+
+
 def test_a_slow_closer_yields_to_the_one_that_took_over(store: Store) -> None:
     job_id = make_job(store, 2).job_id
     store.cancel(job_id)
     overtaken: list[int] = []
 
     def slow(lease: ShardLease, job: JobInfo) -> ShardResult:
-        if not overtaken:
+        if lease.range.index == 0:
             overtaken.append(lease.shard_id)
-            store.release_dead([lease.worker_id])
+            assert store.release(lease, failed=False, progressed=False)
             again = store.claim_for_close(lease.shard_id, ShardState.CANCELLED, "other")
             assert again is not None
             store.commit_shard(again, close_part(again, job))
         return close_part(lease, job)
 
     assert close_due(store, "janitor", slow) == 1
+    assert len(overtaken) == 1
     assert [shard.attempt for shard in store.shard_results(job_id)] == [2, 1]
 
 
