@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bench.gpu.bound import analytic_table
-from bench.gpu.conductor import Conductor
+from bench.gpu.conductor import TINY_PATIENCE, Conductor
 from bench.gpu.facts import gather_facts
 from bench.gpu.report import DATA, NOT_MEASURED, RESULTS, Report
 from bench.gpu.section import ASSUMED, SECTIONS, chosen
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     conductor = Conductor(
         folder=options.out,
         is_tiny=options.tiny,
-        deadline_s=options.deadline,
+        deadline_s=options.deadline or DEADLINE_S * (TINY_PATIENCE if options.tiny else 1),
         report=report.save,
         without=options.without.split(",") if options.without else (),
     )
@@ -70,7 +70,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Prove and measure Nightmill on a GPU.")
     parser.add_argument("--out", type=Path, required=True, help="a folder for results.json, RESULTS.md and logs")
     parser.add_argument("--sections", help=f"with commas, of {names}; default: all")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds in all; default: %(default)s")
+    parser.add_argument("--deadline", type=float, help=f"seconds in all; default: {DEADLINE_S:.0f}")
     parser.add_argument("--commit", help="of this checkout, where git cannot tell")
     parser.add_argument("--without", help="with commas, of graphs, run-ahead: off in every run")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU: does the script still work?")

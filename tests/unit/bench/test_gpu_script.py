@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench.gpu import __main__ as script
 from bench.gpu.bound import bound_seconds, decode_seconds
-from bench.gpu.conductor import Conductor, Ending, Outcome
+from bench.gpu.conductor import TINY_PATIENCE, Conductor, Ending, Outcome
 from bench.gpu.facts import NO_DEVICE, Facts
 from bench.gpu.notebook import Check, Figure, Findings
 from bench.gpu.report import Report, doubts
@@ -46,7 +46,7 @@ def sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Secti
     for name, code in SECTION_CODE.items():
         (tmp_path / f"gpu_section_{name}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    limits = {"hangs": 9.0}
+    limits = {"hangs": 9.0 / TINY_PATIENCE}
     return {
         name: Section(name=name, module=f"gpu_section_{name}", what=name, limit_s=limits.get(name, 60))
         for name in (*SECTION_CODE, "missing")
