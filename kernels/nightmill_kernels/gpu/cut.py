@@ -68,7 +68,7 @@ def _min_p_cut(min_p, row, highest_z):
     return tl.where(share > 0.0, highest_z + log(share), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("surveyed", "num_lanes"))
 def _threshold(
     tops,
     lanes,
@@ -111,7 +111,7 @@ def _threshold(
     tl.store(rests + row, tl.full((), 0, tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles", "surveyed"))
 def _gather(
     logits,
     tops,
@@ -177,7 +177,7 @@ def _weigh_from(source, number, least, cut, t, highest, SHIFT: tl.constexpr, BLO
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("surveyed",))
 def _search(
     source,
     tops,
@@ -381,7 +381,7 @@ def _spec(name: str, dtype: str, kernel: Any, constants: dict[str, Any], warps: 
         kernel=kernel,
         signature=signature,
         constants=constants,
-        divisible=frozenset(signature) - {"tiles", "surveyed"},
+        divisible=frozenset(signature) - {"tiles", "surveyed", "num_lanes"},
         num_warps=warps,
         num_stages=3,
         enable_fp_fusion=name == "threshold",

@@ -27,8 +27,11 @@ _SURVEY_BLOCK, _SURVEY_WARPS = 1024, 4
 _CONTEST_BLOCK, _CONTEST_WARPS = 512, 1  # a warp decides alone which tiles it skips
 _PROGRAMS = 4096  # of a launch: about 32 warps on each of an H200's 132 multiprocessors
 
+# They change with the number of rows: no step is to wait for a build made for 16 tiles.
+_VARYING = ("tiles", "surveyed")
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_VARYING)
 def _survey(logits, tops, firsts, lanes_out, stride, vocab, tiles, BLOCK: tl.constexpr, KEEP_LANES: tl.constexpr):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -49,7 +52,7 @@ def _survey(logits, tops, firsts, lanes_out, stride, vocab, tiles, BLOCK: tl.con
         tl.store(lanes_out + at * BLOCK + lane, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _contest(
     logits,
     tops,
@@ -119,7 +122,7 @@ def _contest(
     tl.store(ids + at, best_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("pieces",))
 def _settle(values, ids, out, pieces, MAX_PIECES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, MAX_PIECES)
@@ -138,18 +141,16 @@ def pieces_of(num_rows: int, vocab: int, block: int, most: int = MAX_PIECES) -> 
     return triton.cdiv(num_tiles, tiles), tiles
 
 
-def draw(logits: Tensor, rows: DrawRows, out: Tensor, *, has_filters: bool) -> None:
-    """Write out int32 [R] of logits [R, V] with dense rows; has_filters: a row may have top-k or top-p."""
+def survey(logits: Tensor, *, keep_lanes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each piece of a row: the largest logit, fp32 [R, pieces], +inf if there is a NaN; the lowest id that has it;
+    and the largest of each lane of a piece, fp32 [R, lanes], if these are wanted.
+    """
     num_rows, vocab = logits.shape
-    if num_rows == 0:
-        return
-    most = SURVEYED if has_filters else MAX_PIECES
-    surveyed, tiles = pieces_of(num_rows, vocab, _SURVEY_BLOCK, most)
-    floats = logits.new_empty(0, dtype=torch.float32)
-    tops = floats.new_empty(num_rows, surveyed)
-    firsts = out.new_empty(num_rows, surveyed)
-    lanes = floats.new_empty(num_rows, surveyed * _SURVEY_BLOCK) if has_filters else tops
-    _survey[(surveyed, num_rows)](
+    pieces, tiles = pieces_of(num_rows, vocab, _SURVEY_BLOCK, SURVEYED if keep_lanes else MAX_PIECES)
+    tops = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
+    firsts = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
+    lanes = tops.new_empty(num_rows, pieces * _SURVEY_BLOCK) if keep_lanes else tops
+    _survey[(pieces, num_rows)](
         logits,
         tops,
         firsts,
@@ -158,12 +159,21 @@ def draw(logits: Tensor, rows: DrawRows, out: Tensor, *, has_filters: bool) -> N
         vocab,
         tiles,
         BLOCK=_SURVEY_BLOCK,
-        KEEP_LANES=has_filters,
+        KEEP_LANES=keep_lanes,
         num_warps=_SURVEY_WARPS,
     )
+    return tops, firsts, lanes
+
+
+def draw(logits: Tensor, rows: DrawRows, out: Tensor, *, has_filters: bool) -> None:
+    """Write out int32 [R] of logits [R, V] with dense rows; has_filters: a row may have top-k or top-p."""
+    num_rows, vocab = logits.shape
+    if num_rows == 0:
+        return
+    tops, firsts, lanes = survey(logits, keep_lanes=has_filters)
     cut = cuts(logits, rows, tops, lanes) if has_filters else tops
     pieces, tiles = pieces_of(num_rows, vocab, _CONTEST_BLOCK)
-    values, ids = floats.new_empty(num_rows, pieces), out.new_empty(num_rows, pieces)
+    values, ids = tops.new_empty(num_rows, pieces), firsts.new_empty(num_rows, pieces)
     _contest[(pieces, num_rows)](
         logits,
         tops,
@@ -178,7 +188,7 @@ def draw(logits: Tensor, rows: DrawRows, out: Tensor, *, has_filters: bool) -> N
         logits.stride(0),
         vocab,
         tiles,
-        surveyed,
+        tops.shape[1],
         HAS_CUTS=has_filters,
         MAX_PIECES=MAX_PIECES,
         BLOCK=_CONTEST_BLOCK,
