@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 from bench.gpu.bound import analytic_table
@@ -16,6 +17,7 @@ DEADLINE_S = 470.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    started_at = time.monotonic()
     options = _options(arguments)
     try:
         sections = chosen(options.sections.split(",") if options.sections else None)
@@ -39,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         deadline_s=options.deadline or DEADLINE_S * (TINY_PATIENCE if options.tiny else 1),
         report=report.save,
         without=options.without.split(",") if options.without else (),
+        started_at=started_at,
     )
     outcomes = conductor.run(sections)
     print("\n".join(report.last_table(outcomes)), flush=True)

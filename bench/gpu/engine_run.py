@@ -44,6 +44,9 @@ class EngineRun:
     run_ms: float  # of a step: in the runner, as the host sees it
     device_ms: float  # of a step, as the runner says
     decode_step_ms: float  # median of steps in which every row decoded; nan when there was none
+    tokens_per_step: float  # computed
+    peak_pages: float  # share of the pool
+    recomputed_tokens: int
     preemptions: int
     shared_rows: int  # rows of all steps that were in a prefix group
     cached_tokens: int
@@ -158,6 +161,9 @@ def _summary(
         run_ms=1e3 * stats.run_s / steps,
         device_ms=1e3 * stats.device_s / steps,
         decode_step_ms=1e3 * median(decode_steps) if decode_steps else float("nan"),
+        tokens_per_step=stats.tokens_per_step,
+        peak_pages=stats.peak_pages / stats.pages_total,
+        recomputed_tokens=stats.recomputed_tokens,
         preemptions=stats.preemptions,
         shared_rows=stats.shared_attention_rows,
         cached_tokens=stats.cached_tokens,

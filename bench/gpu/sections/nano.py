@@ -1,6 +1,7 @@
 """W4, the nano bench: 256 rows with dummy weights; tokens per second and the share of what the device could do."""
 
 import math
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,8 +175,8 @@ def _same_draws(notebook: Notebook, run: EngineRun, other: EngineRun, without: s
 
 
 _COLUMNS = [
-    *("s", "output tok/s", "total tok/s", "steps", "rows/step", "host ms", "run ms", "device ms"),
-    *("full decode step ms", "preemptions"),
+    *("s", "output tok/s", "total tok/s", "steps", "rows/step", "tokens/step", "host ms", "run ms", "device ms"),
+    *("full decode step ms", "pages at most", "preemptions", "recomputed tokens", "peak RSS GB"),
 ]
 
 
@@ -183,6 +184,7 @@ def _line(run: EngineRun) -> list[object]:
     total = (run.prompt_tokens + run.output_tokens) / run.seconds
     decode = "-" if math.isnan(run.decode_step_ms) else run.decode_step_ms
     return [
-        *(run.seconds, run.tokens_per_s, total, run.steps, run.mean_batch, run.host_ms, run.run_ms),
-        *(run.device_ms, decode, run.preemptions),
+        *(run.seconds, run.tokens_per_s, total, run.steps, run.mean_batch, run.tokens_per_step),
+        *(run.host_ms, run.run_ms, run.device_ms, decode, f"{run.peak_pages:.1%}", run.preemptions),
+        *(run.recomputed_tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
     ]

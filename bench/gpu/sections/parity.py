@@ -16,7 +16,7 @@ import torch
 from bench.gpu.engine_run import engine_options, loop_options, opened, start
 from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
-from bench.gpu.sections.parity_models import SUBJECTS, TINY, VOCAB, Subject, make
+from bench.gpu.sections.parity_models import SUBJECTS, TINY, VOCAB, Subject, load, save
 from bench.gpu.switches import GRAPHS, RUN_AHEAD
 from nightmill.records import ModelSpec
 from nightmill.sampling import SamplingParams
@@ -48,7 +48,8 @@ def run(notebook: Notebook, task: Task) -> None:
 
 
 def _compare(notebook: Notebook, task: Task, subject: Subject, directory: Path) -> None:
-    judge = Judge(make(subject, directory).to(task.device), subject, task.device)
+    save(subject, directory)
+    judge = Judge(directory, subject, task.device)
     with opened(_build(directory, subject, task)) as runner:
         _logits(notebook, runner, subject, judge)
         base = _schedules(notebook, runner, subject, judge)
@@ -68,25 +69,26 @@ def _build(directory: Path, subject: Subject, task: Task, **changes: Any) -> Dev
 class Judge:
     """transformers' logits, in fp32."""
 
-    def __init__(self, model: Any, subject: Subject, device: str) -> None:
-        self._model = model
+    def __init__(self, directory: Path, subject: Subject, device: str) -> None:
+        self._model = load(directory, torch.float32, device)
+        # The same weights, computed with as the subject computes.
+        self._rounded = load(directory, getattr(torch, subject.dtype), device)
         self._subject = subject
         self._device = device
         self._steps: dict[tuple[tuple[int, ...], tuple[int, ...]], list[ReferenceStep]] = {}
 
-    @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), V]."""
-        ids = torch.tensor([list(tokens)], device=self._device)
-        return self._model(ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+        return self._logits_of(self._model, tokens)
 
-    @torch.inference_mode()
     def rounded_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """As transformers computes them in the subject's dtype."""
-        self._model.to(getattr(torch, self._subject.dtype))
-        logits = self.logits(tokens)
-        self._model.float()
-        return logits
+        return self._logits_of(self._rounded, tokens)
+
+    @torch.inference_mode()
+    def _logits_of(self, model: Any, tokens: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)], device=self._device)
+        return model(ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
     def compare(self, prompts: Prompts, answers: Sequence[tuple[int, ...]]) -> Comparison:
         """Judge every token of every answer, each after our own tokens before it."""

@@ -28,13 +28,26 @@ SUBJECTS = tuple(
     for family in ("qwen3", "llama", "gemma3")
 )
 """Each combination compiles its own kernels, which takes seconds: not all of them."""
-TINY = (Subject(family="qwen3", head_dim=16, dtype="float32"),)
+TINY = (
+    Subject(family="qwen3", head_dim=16, dtype="float32"),
+    Subject(family="gemma3", head_dim=16, dtype="bfloat16"),
+)
 
 
-def make(subject: Subject, directory: Path) -> Any:
-    """Save a model with weights large enough that every part shows in the logits; return it, in fp32."""
+def load(directory: Path, dtype: torch.dtype, device: str) -> Any:
+    """transformers' model; casting one would also round what it keeps in fp32 in every dtype."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.to(device).eval()
+
+
+def save(subject: Subject, directory: Path) -> None:
+    """Make a model with weights large enough that every part shows in the logits."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(11)
     dtype = getattr(torch, subject.dtype)
     config = _config(transformers, subject)
@@ -49,7 +62,6 @@ def make(subject: Subject, directory: Path) -> Any:
                 parameter.normal_(std=std)
     model.tie_weights()
     model.save_pretrained(directory)
-    return model.float().eval()
 
 
 def _config(transformers: Any, subject: Subject) -> Any:
