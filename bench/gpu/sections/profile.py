@@ -14,18 +14,28 @@ from nightmill_worker.model.device_runner import DeviceRunner
 
 MODEL = "qwen3-0.6b"
 STEPS = 20
-KINDS = (
-    ("attention", ("paged_attention", "attend", "attention", "items", "narrow", "wide")),
-    ("merge", ("merge",)),
-    ("sampling", ("draw", "argmax", "gumbel", "sample", "softmax", "sort", "topk", "penal")),
-    ("norms", ("norm",)),
-    ("rope and KV write", ("rope", "store_kv")),
-    ("activation", ("gated_mul", "silu", "gelu")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "sm90_", "linear", "addmm", "aten::mm")),
-    ("copies", ("memcpy", "memset", "copy", "gather", "scatter", "index", "embedding", "elementwise")),
+OURS = {
+    "attention_kernel": "attention",
+    "merge_kernel": "merge",
+    "_qk_norm_rope": "norms, rope, KV write",
+    "_rope": "norms, rope, KV write",
+    "_store_kv": "norms, rope, KV write",
+    "_rms_norm": "norms, rope, KV write",
+    "_gated_mul": "activation",
+    "_move_pages": "swap",
+    **dict.fromkeys(("_piece_keys", "_best_key", "_survey", "_contest", "_settle"), "sampling"),
+    **dict.fromkeys(("_threshold", "_gather", "_search"), "sampling"),
+}
+"""Our kernels, by name."""
+OTHERS = (
+    ("GEMM", ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "linear", "addmm", "aten::mm")),
+    ("copies between host and device", ("htod", "dtoh")),
+    (
+        "torch's own",
+        ("memcpy", "memset", "at::native", "elementwise", "gather", "index", "copy", "embedding", "aten::"),
+    ),
 )
-"""The first kind of which a kernel's name has a part. Merge and norm names may hold others': order matters."""
-_ORDER = ("merge", "rope and KV write", "norms", "sampling", "attention", "activation", "GEMM", "copies")
+"""Everybody else's, by the first kind of which the name has a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +166,8 @@ def _report(notebook: Notebook, kernels: Sequence[Kernel], wall: float, steps: i
 
 def kind_of(kernel: str) -> str:
     """What a kernel is for, by its name."""
-    parts = dict(KINDS)
+    ours = next((kind for name, kind in OURS.items() if kernel == name or kernel.startswith(f"{name}_")), None)
+    if ours is not None:
+        return ours
     lower = kernel.lower()
-    return next((kind for kind in _ORDER if any(part in lower for part in parts[kind])), "other")
+    return next((kind for kind, parts in OTHERS if any(part in lower for part in parts)), "other")

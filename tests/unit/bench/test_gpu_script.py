@@ -1,7 +1,9 @@
 """`make gpu` where there is no GPU: the script runs, loses nothing to a section that dies, and never sells guesses."""
 
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,10 @@ from bench.gpu.facts import NO_DEVICE, Facts
 from bench.gpu.notebook import Check, Figure, Findings
 from bench.gpu.report import Report, doubts
 from bench.gpu.section import ASSUMED, SECTIONS, Section
+from bench.gpu.sections.profile import OURS
 from bench.gpu.workloads import W4_TOKENS_IN, W4_TOKENS_OUT, steady_rows, w4_rows
 
+import nightmill_kernels.gpu
 from nightmill_worker.simulate.cost_model import MODELS, CostModel
 
 ROOT = Path(__file__).parents[3]
@@ -173,3 +177,10 @@ def test_every_section_works_on_tiny_shapes(tmp_path: Path) -> None:
     assert saved["facts"]["commit"] == "abc"
     assert "tiny shapes on a CPU" in (tmp_path / "out" / "RESULTS.md").read_text()
     assert ended.stdout.rstrip().splitlines()[-1].startswith("    ")  # the table is last
+
+
+def test_every_kernel_of_ours_has_a_place_in_the_profile() -> None:
+    """A renamed or new kernel would be counted as somebody else's."""
+    for module in pkgutil.iter_modules(nightmill_kernels.gpu.__path__, "nightmill_kernels.gpu."):
+        for spec in getattr(importlib.import_module(module.name), "specs", list)():
+            assert spec.kernel.fn.__name__ in OURS
