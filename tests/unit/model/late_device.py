@@ -56,6 +56,7 @@ class LateDevice(Device):
     def _put_off(self, work: Callable[[], object]) -> None:
         self._lines[self._is_beside].append(lambda: (work(), None)[1])
 
+    @torch.inference_mode()
     def come_to(self, line: bool, end: int) -> bool:
         """Do what stands before `end`; whether anything was left to do."""
         works = self._lines[line]

@@ -79,6 +79,7 @@ class Device:
         self.torch_device = torch.device(name)
         self.num_sms = num_sms  # multiprocessors, each of which runs a few programs of a kernel at once
         self.traffic = Traffic()
+        self.is_replaying = False  # what runs now is inside a graph
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Unwritten host memory that this device copies from and to without a detour."""
@@ -106,7 +107,7 @@ class Device:
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` asks for. It must have run before: nothing may be compiled or set up in a capture."""
         work()
-        return _Repeat(work, self.traffic)
+        return _Repeat(work, self)
 
     def memory(self) -> DeviceMemory:
         """Now."""
@@ -144,10 +145,14 @@ class _Instant:
 class _Repeat:
     """A graph's stand-in: does the work again."""
 
-    def __init__(self, work: Callable[[], None], traffic: Traffic) -> None:
+    def __init__(self, work: Callable[[], None], device: Device) -> None:
         self._work = work
-        self._traffic = traffic
+        self._device = device
 
     def replay(self) -> None:
-        self._traffic.replays += 1
-        self._work()
+        self._device.traffic.replays += 1
+        self._device.is_replaying = True
+        try:
+            self._work()
+        finally:
+            self._device.is_replaying = False

@@ -103,7 +103,7 @@ def plan_device_pool(
     budget = left if options.pool_bytes is None else options.pool_bytes
     num_pages = max(0, budget) // bytes_per_page
     least = 1 + -(-max_model_len // page_size)
-    if num_pages < least or budget > memory.free:
+    if num_pages < least or budget + needs.besides_weights > memory.free:
         raise ModelError(
             f"{config.architecture} does not fit the GPU: one sequence of {max_model_len:,} tokens needs "
             f"{_size(least * bytes_per_page)} of KV pages, and {_size(max(0, budget))} are {_origin(options)}; "
