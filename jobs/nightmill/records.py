@@ -55,6 +55,7 @@ class EngineOptions:
     enable_shared_attention: bool = True
     gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, KV pool and all
     enforce_eager: bool = False  # GPU: no recorded graphs
+    async_scheduling: bool | None = None  # decide a step while the one before runs; None: on a GPU
     pool_bytes: int | None = None  # KV pool; None: by device
     swap_bytes: int | None = None  # host pool for preempted sequences; None: by device, 0: none
     num_threads: int | None = None  # CPU threads of the engine; None: by machine

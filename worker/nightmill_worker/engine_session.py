@@ -12,7 +12,7 @@ from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.feed.requests import RequestMaker
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.loaded_model import LoadedModel
-from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.model.device_choice import CUDA, resolve_limits
 from nightmill_worker.service import DEFAULT_STEP_TIMEOUT_S, EngineService
 from nightmill_worker.shard import JobContext
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits
@@ -88,6 +88,7 @@ class EngineSession:
                 enable_prefix_caching=engine.enable_prefix_caching,
                 enable_shared_attention=engine.enable_shared_attention,
                 tier_shares=engine.tier_shares,
+                async_scheduling=limits.device == CUDA if engine.async_scheduling is None else engine.async_scheduling,
                 # The runner knows its model's, and the smaller one counts.
                 max_model_len=NO_LIMIT,
             ),

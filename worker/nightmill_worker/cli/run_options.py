@@ -80,6 +80,11 @@ engine_options = section(
     ),
     click.option("--enforce-eager", is_flag=True, help="GPU: record no graphs of decode steps; starts sooner."),
     click.option(
+        "--async-scheduling/--no-async-scheduling",
+        default=None,
+        help="GPU: decide a step while the one before runs.  [default: async-scheduling]",
+    ),
+    click.option(
         "--swap-space",
         type=SwapSpace(),
         metavar="SIZE",
@@ -116,6 +121,7 @@ def read_engine(flags: dict[str, Any]) -> EngineOptions:
         enable_shared_attention=flags["enable_shared_attention"],
         gpu_memory_utilization=flags["gpu_memory_utilization"],
         enforce_eager=flags["enforce_eager"],
+        async_scheduling=flags["async_scheduling"],
         pool_bytes=flags["kv_cache_memory_bytes"],
         swap_bytes=flags["swap_space"],
         num_threads=flags["num_threads"],

@@ -99,9 +99,11 @@ class ReserveGate(_StatelessGate):
 
     def admits(self, sequence: Sequence, match: Match, num_available: int) -> bool:
         """See AdmissionGate. Alone, only the tokens there are must fit."""
+        if match.num_new > num_available:
+            return False  # alone, or while pages of the ended are still in flight
         rows = self._table.rows()
         if len(rows) == 0:
-            return match.num_new <= num_available
+            return True
         longest = len(sequence.request.prompt) + sequence.request.sampling.max_tokens
         # The last token drawn is never computed, so it needs no place.
         places = np.append(self._table.max_total[rows], longest) - 1

@@ -45,6 +45,12 @@ def audit_plan(plan: StepPlan, pool: PoolShape, vocab_size: int) -> None:
         (batch.token_index == plan.query_starts[1:][batch.sequence] - 1).all(), "a draw reads its sequence's last token"
     )
     _require((batch.position == plan.context_lens[batch.sequence]).all(), "a draw is the token after the context")
+    if plan.token_source is not None:
+        named = np.flatnonzero(plan.token_source >= 0)
+        _require(len(plan.token_source) == plan.num_tokens, "token_source is about the step's tokens")
+        _require(bool(np.isin(named, plan.query_starts[1:] - 1).all()), "only a sequence's last token is not known")
+        sources = plan.token_source[named]
+        _require(len(np.unique(sources)) == len(sources), "a draw is one sequence's token")
     if plan.groups is not None:
         _audit_groups(plan, plan.groups, pool.page_size)
 
@@ -81,7 +87,11 @@ def audit_loop(loop: EngineLoop) -> None:
         _require(
             table.num_published[row] * pool.page_size <= table.num_computed[row], f"row {row}: computed, then published"
         )
-    _require((held == pool.refcount).all(), "refcounts equal the page tables that hold the page (I2)")
+    fences = loop.residency.fences
+    np.add.at(held, fences.shared_pages(), 1)
+    _require((held == pool.refcount).all(), "refcounts equal the page tables and fences that hold the page (I2)")
+    in_flight = fences.own_pages()
+    _require(len(np.unique(in_flight)) == len(in_flight) == pool.num_in_flight, "pages in flight are counted (I1)")
     _require(held[NULL_PAGE] == 0, "nobody holds the null page")
     free = pool.free_pages()
     is_free = np.zeros(len(held), np.bool_)
@@ -89,6 +99,7 @@ def audit_loop(loop: EngineLoop) -> None:
     _require(len(np.unique(free)) == len(free), "no page is free twice (I1)")
     cached = pool.published & (held == 0)
     _require(not (is_free & (pool.published | (held > 0))).any(), "no page is in two places (I1)")
+    _require(not (is_free | pool.published | (held > 0))[in_flight].any(), "a page in flight is in no other place (I1)")
     _require(int(cached.sum()) == pool.num_cached, "cached pages are counted (I1)")
     total = len(free) + int((held > 0).sum()) + pool.num_cached + pool.num_in_flight
     _require(total == pool.num_usable, "every page is somewhere (I1)")
@@ -99,9 +110,21 @@ def audit_loop(loop: EngineLoop) -> None:
         (table.num_computed[rows] <= table.num_pages[rows] * pool.page_size).all(), "pages cover what is computed (I7)"
     )
     _require(len(rows) <= loop.options.max_num_seqs, "max_num_seqs holds (I8)")
+    _audit_pending(loop)
     _audit_holes(loop)
     _audit_host(loop)
     _audit_index(loop)
+
+
+def _audit_pending(loop: EngineLoop) -> None:
+    table, rows = loop.table, loop.table.rows()
+    pending = table.num_pending[rows]
+    _require((table.num_tokens[rows] <= table.max_total[rows]).all(), "nobody draws past the end")
+    _require((pending >= 0).all() and (pending <= 1).all(), "between two steps one draw is pending at most")
+    waiting = rows[pending > 0]
+    is_in_flight = [loop.residency.fences.is_in_flight(int(step)) for step in table.last_step[waiting]]
+    _require(all(is_in_flight), "a pending draw is of a step in flight")
+    _require(loop.num_in_flight > 0 or not (len(waiting) or loop.pool.num_in_flight), "nothing waits for no step")
 
 
 def _audit_holes(loop: EngineLoop) -> None:

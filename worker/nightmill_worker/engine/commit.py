@@ -1,4 +1,7 @@
-"""Applies what a step drew to the running table, and finds the sequences that it ended."""
+"""Applies a step to the running table, and finds the sequences that it ended.
+
+In two parts, because a step that runs ahead is counted when it is submitted (`advance`), and known later (`receive`).
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ import numpy as np
 from nightmill_worker.engine.request import FinishReason
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule
-from nightmill_worker.engine.step import StepOutput, StepPlan
+from nightmill_worker.engine.step import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +23,24 @@ class Ending:
     error: str | None = None
 
 
-def commit_step(table: RunningTable, schedule: Schedule, plan: StepPlan, output: StepOutput) -> list[Ending]:
-    """Advance `num_computed`, append the drawn tokens, and report endings; rows stay bound."""
+def advance(table: RunningTable, schedule: Schedule, drawing: Rows) -> None:
+    """Count what a step computes, and a token for each row that draws one; which token is not known yet."""
     computed = schedule.rows[: schedule.num_real]
     table.num_computed[computed] += schedule.counts[: schedule.num_real]
     _cross_holes(table, computed)
-    rows = schedule.rows[plan.sample.sequence]
-    positions = table.num_tokens[rows]
+    table.num_tokens[drawing] += 1
+
+
+def receive(table: RunningTable, rows: Rows, positions: Rows, output: StepOutput) -> list[Ending]:
+    """Fill in what these rows have drawn, and report endings; rows stay bound.
+
+    Args:
+        table: Advanced for this step, and maybe for the next one.
+        rows: [R] each drew a token.
+        positions: [R] the token's place in its sequence.
+        output: Of these R draws.
+    """
     table.tokens[rows, positions] = output.tokens
-    table.num_tokens[rows] += 1
     for i, logprobs in output.logprobs.items():
         kept = table.sequence(int(rows[i])).logprobs
         if kept is not None and i not in output.failed:

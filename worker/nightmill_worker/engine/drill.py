@@ -1,6 +1,6 @@
 """An engine that checks itself: a loop over the fake model, audited at every step, its answers compared."""
 
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from nightmill.errors import EngineError
 from nightmill_worker.engine.audit import audit_loop
 from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig, expected_tokens
+from nightmill_worker.engine.fake_device import FakeDevice
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions, PreemptionMode
 from nightmill_worker.engine.request import Finished, FinishReason, Request
@@ -18,11 +19,14 @@ from nightmill_worker.engine.stop import Detokenize
 class Drill:
     """Every operation raises EngineError as soon as an invariant breaks or an answer is not the expected one.
 
-    Pages are poisoned the moment they become free, so what is read from them afterwards changes a token.
+    Pages are poisoned the moment they become free, so what is read from them afterwards changes a token. With a
+    `device_seed` in the config the runner works behind the loop's back.
     """
 
     def __init__(self, config: FakeRunnerConfig, options: LoopOptions, detokenize: Detokenize | None = None) -> None:
-        self.runner = WatchedRunner(config)
+        self.runner = WatchedRunner(FakeRunner(config))
+        if config.device_seed is not None:
+            self.runner = WatchedDevice(FakeDevice(config))
         self.loop = EngineLoop(self.runner, options, detokenize)
         self.runner.watch(self.loop)
         self.answers: dict[int, Finished] = {}
@@ -53,6 +57,7 @@ class Drill:
         steps, had_work = self.loop.counters.steps, self.loop.has_work
         finished = self.loop.step()
         audit_loop(self.loop)
+        self.runner.audit()
         if had_work and not finished and self.loop.counters.steps == steps:
             raise EngineError("invariant broken: every step makes progress (I14)")
         for answer in finished:
@@ -94,10 +99,10 @@ class Drill:
 class WatchedRunner:
     """A FakeRunner that knows the loop it serves, and checks each plan against it."""
 
-    def __init__(self, config: FakeRunnerConfig) -> None:
-        self._fake = FakeRunner(config)
-        self._is_written = np.zeros(config.num_pages * config.page_size, np.bool_)
-        self._was_written = np.zeros((config.num_host_pages, config.page_size), np.bool_)
+    def __init__(self, fake: FakeRunner) -> None:
+        self._fake = fake
+        self._is_written = np.zeros(fake.pool.num_pages * fake.pool.page_size, np.bool_)
+        self._was_written = np.zeros((fake.host.num_pages, fake.pool.page_size), np.bool_)
         self._loop: EngineLoop | None = None
         self.plans_seen = 0
 
@@ -149,6 +154,9 @@ class WatchedRunner:
             self._check(plan, self._loop)
         return self._fake.run(plan)
 
+    def audit(self) -> None:
+        """Between two steps."""
+
     def close(self) -> None:
         """See Runner."""
         self._fake.close()
@@ -172,6 +180,54 @@ class WatchedRunner:
     def _written(self) -> NDArray[np.bool_]:
         """[pages, page_size], a view."""
         return self._is_written.reshape(-1, self.pool.page_size)
+
+
+class WatchedDevice(WatchedRunner):
+    """A FakeDevice, watched: pages of steps in flight, and who is scheduled although known to have ended."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device)
+        self._device = device
+        self._in_use: deque[NDArray[np.int32]] = deque()  # pages of each step in flight
+        self._being_written: deque[NDArray[np.int64]] = deque()  # of those, the ones that it writes
+
+    def submit(self, plan: StepPlan) -> None:
+        """See RunsAhead."""
+        self.plans_seen += 1
+        if self._loop is not None:
+            self._check(plan, self._loop)
+            self._check_ends(plan, self._loop)
+        self._in_use.append(np.unique(plan.page_tables))
+        self._being_written.append(np.unique(plan.slots // self.pool.page_size))
+        self._device.submit(plan)
+
+    def collect(self) -> StepOutput:
+        """See RunsAhead."""
+        output = self._device.collect()
+        self._in_use.popleft()
+        self._being_written.popleft()
+        return output
+
+    def audit(self) -> None:
+        """See WatchedRunner."""
+        if self._loop is not None:
+            for pages in self._being_written:
+                _require(not self._loop.pool.published[pages].any(), "a page is published when its step has ended (I3)")
+
+    def _check_ends(self, plan: StepPlan, loop: EngineLoop) -> None:
+        table, size = loop.table, self.pool.page_size
+        batch = plan.sample
+        writing = plan.page_tables[batch.sequence, (batch.position - 1) // size]
+        owners = np.full(self.pool.num_pages, -1)
+        for row in table.rows().tolist():
+            owners[table.page_table[row, : table.num_pages[row]]] = row
+        rows = owners[writing]  # nobody else holds the page that a sequence writes
+        _require(bool((batch.position < table.max_total[rows]).all()), "nobody is scheduled past a known end")
+
+    def _freed(self, pages: NDArray[np.int32]) -> None:
+        for in_use in self._in_use:
+            _require(not np.isin(pages, in_use).any(), "no page of a step in flight becomes free")
+        super()._freed(pages)
 
 
 def _require(holds: bool, what: str) -> None:

@@ -36,10 +36,15 @@ class FakeRunnerConfig:
     host_bytes_per_s: float = 1e10
     fail_token: int | None = None  # a sequence that has this token in sight gets a row failure instead of a token
     crash_token: int | None = None  # computing this token raises EngineError
+    device_seed: int | None = None  # set: a FakeDevice, which runs behind the caller's back
 
     def build(self) -> "FakeRunner":
         """Make the runner."""
-        return FakeRunner(self)
+        if self.device_seed is None:
+            return FakeRunner(self)
+        from nightmill_worker.engine.fake_device import FakeDevice
+
+        return FakeDevice(self)
 
 
 class FakeRunner:

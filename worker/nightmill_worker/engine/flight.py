@@ -28,6 +28,7 @@ class _Field(IntEnum):
     PAGES_FREE = 7
     PAGES_CACHED = 8
     PAGES_ACTIVE = 9
+    NUM_BEFORE = 10
 
 
 class FlightRecorder:
@@ -42,18 +43,18 @@ class FlightRecorder:
         self._cells[_Field.MAGIC] = _MAGIC
         self._rows = self._cells[len(_Field) :].reshape(3, -1)  # request id, tokens, computed tokens
 
-    def begin(self, plan: StepPlan, rows: Rows) -> None:
-        """A step is about to run."""
+    def begin(self, plan: StepPlan, rows: Rows, num_before: int = 0) -> None:
+        """A step is about to run; `num_before`: after so many that were submitted and have not ended."""
         pool, queue, count = self._pool, self._queue, len(rows)
         fields = (1, plan.step, count, plan.num_tokens, len(queue), queue.num_parked)
         self._cells[_Field.IS_RUNNING : _Field.PAGES_FREE] = fields
-        self._cells[_Field.PAGES_FREE : len(_Field)] = (pool.num_free, pool.num_cached, pool.num_active)
+        self._cells[_Field.PAGES_FREE : len(_Field)] = (pool.num_free, pool.num_cached, pool.num_active, num_before)
         self._rows[0, :count] = self._table.request_id[rows]
         self._rows[1, :count] = self._table.num_tokens[rows]
         self._rows[2, :count] = self._table.num_computed[rows]
 
     def end(self) -> None:
-        """It has."""
+        """It has, and nothing else is in flight."""
         self._cells[_Field.IS_RUNNING] = 0
 
 
@@ -67,8 +68,9 @@ def describe_flight(path: Path) -> str:
         return ""
     rows = cells[len(_Field) :].reshape(3, -1)[:, : state["sequences"]].T.tolist()
     where = "in" if state["is_running"] else "after"
+    before = " or the one before" if state["is_running"] and state["num_before"] else ""
     lines = [
-        f"Engine {where} step {state['step']}: {state['sequences']} sequences, {state['tokens']} tokens; "
+        f"Engine {where} step {state['step']}{before}: {state['sequences']} sequences, {state['tokens']} tokens; "
         f"{state['waiting']} waiting, {state['parked']} of them for a prefix; pages: {state['pages_free']} free, "
         f"{state['pages_cached']} cached, {state['pages_active']} active",
         *(f"  request {i}: {computed} of {tokens} tokens computed" for i, tokens, computed in rows[:_MAX_SHOWN]),

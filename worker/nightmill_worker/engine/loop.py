@@ -1,4 +1,4 @@
-"""The engine's loop: plan, run, commit, finish. One step at a time, one thread."""
+"""The engine's loop: plan, run, commit, finish. One thread."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightmill.errors import EngineError
-from nightmill.states import Tier
+from nightmill_worker.engine.accounting import Accounting
 from nightmill_worker.engine.admission import AdmissionGate, ReserveGate, WatermarkGate
-from nightmill_worker.engine.commit import Ending, commit_step
+from nightmill_worker.engine.commit import Ending
+from nightmill_worker.engine.exit import Exit
 from nightmill_worker.engine.fairness import TierShares
 from nightmill_worker.engine.flight import FlightRecorder
-from nightmill_worker.engine.groups import GroupFinder, tokens_saved
+from nightmill_worker.engine.groups import GroupFinder
 from nightmill_worker.engine.growth_gate import GrowthGate, is_length_known
 from nightmill_worker.engine.host_pool import HostPool
-from nightmill_worker.engine.idle_jobs import IdleJobs
 from nightmill_worker.engine.ledger import Ledger
 from nightmill_worker.engine.length_model import LengthModel
 from nightmill_worker.engine.options import AdmissionRule, EvictionRule, LoopOptions, Policy, PreemptionMode, QueueOrder
@@ -26,12 +26,14 @@ from nightmill_worker.engine.preemption import Preemption, PreemptionCause, Pree
 from nightmill_worker.engine.prefix_index import PrefixIndex
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.residency import Residency
-from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
+from nightmill_worker.engine.run_ahead import AheadStepper
+from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule, Scheduler
 from nightmill_worker.engine.sequence import Sequence as EngineSequence
 from nightmill_worker.engine.sequence import SequenceState
 from nightmill_worker.engine.stats import Counters, EngineStats, WorkStats
-from nightmill_worker.engine.step import Runner, StepOutput, StepPlan, Swaps
+from nightmill_worker.engine.step import Runner, RunsAhead, Swaps
+from nightmill_worker.engine.stepper import StepParts, Stepper
 from nightmill_worker.engine.stop import StopStrings
 from nightmill_worker.engine.swap import Swap
 from nightmill_worker.engine.victims import VictimChooser
@@ -87,19 +89,23 @@ class EngineLoop:
             self.shares,
         )
         self._runner = runner
-        # Without the prefix index no two sequences have a page in common.
-        shares = options.enable_shared_attention and options.enable_prefix_caching
-        groups = GroupFinder(self.pool.page_size, self.pool.refcount) if shares else None
-        self._packer = Packer(self.table, options.max_num_batched_tokens, groups)
         self._detokenize = detokenize
         self._live: dict[int, EngineSequence] = {}
-        self._ended: list[Finished] = []  # between steps: refused or cancelled
         self._num_added = 0
-        self._jobs = IdleJobs()
         self.on_start: Callable[[Sequence[int]], None] = _ignore
         """Told the ids of requests before the step that runs them for the first time."""
-        self.flight: FlightRecorder | None = None
         self.ledger = Ledger()
+        self._exit = Exit(
+            self.table,
+            self.queue,
+            self.residency,
+            self.swap,
+            self.gate,
+            self.counters,
+            self.ledger,
+            pads=options.policy is Policy.STATIC,
+        )
+        self._stepper = self._make_stepper(runner)
         self._left_at: float | None = None  # when the last step ended, with work left
 
     @property
@@ -110,7 +116,21 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """A call of `step` would do or return something."""
-        return bool(self._live or self._ended)
+        return bool(self._live or self._exit.has_finished or self._stepper.num_in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were submitted and have not been committed; always 0 where steps do not run ahead."""
+        return self._stepper.num_in_flight
+
+    @property
+    def flight(self) -> FlightRecorder | None:
+        """Is shown each step before it runs."""
+        return self._stepper.flight
+
+    @flight.setter
+    def flight(self, recorder: FlightRecorder | None) -> None:
+        self._stepper.flight = recorder
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run gets its Finished, with ERROR, from the next step.
@@ -124,18 +144,14 @@ class EngineLoop:
         sequence = EngineSequence(request, self._num_added, entry=self.ledger.entry(request.job_id, request.tier))
         reason = self._reason_to_refuse(request)
         if reason is not None:
-            self._ended.append(_finished(sequence, (), FinishReason.ERROR, error=reason))
-            self.counters.errors += 1
-            self.ledger.refuse(sequence.entry)
-            self._jobs.begin(request.job_id)
-            self._forget(self._jobs.end(request.job_id))
+            self._exit.refuse(sequence, reason)
             return
         if request.sampling.stop and self._detokenize is not None:
             sequence.stop = StopStrings(request.sampling.stop, self._detokenize)
         if request.sampling.logprobs is not None:
             sequence.logprobs = []
         self._live[request.request_id] = sequence
-        self._jobs.begin(request.job_id)
+        self._exit.expect(sequence)
         if self._looks_ahead:
             self.residency.want(sequence)
         sequence.expected_tokens = self._expected_tokens(sequence)
@@ -158,26 +174,27 @@ class EngineLoop:
         self.cancel([key for key, sequence in self._live.items() if sequence.num_cached is None])
 
     def step(self) -> list[Finished]:
-        """Run one step and return what ended since the last call."""
+        """Complete one step and return what ended since the last call. When it runs ahead, the next is under way."""
         started = time.perf_counter()
         if self._left_at is None:
             self.ledger.idle()
         else:
             self.counters.wait_s += started - self._left_at
-        schedule = self.scheduler.schedule()
+        if self._stepper.step(started):
+            self.ledger.charge()
+        else:
+            self.ledger.idle()
+        self._left_at = time.perf_counter() if self._live or self._stepper.num_in_flight else None
+        return self._exit.take()
+
+    def _decide(self, *, ahead: bool = False) -> Schedule:
+        schedule = self.scheduler.schedule(ahead=True) if ahead else self.scheduler.schedule()
         if schedule.outgrown is not None:
             self._end_outgrown(schedule.outgrown)
             schedule = self.scheduler.schedule()
         if newcomers := self.scheduler.take_started():
             self._welcome(newcomers)
-        if len(schedule.rows):
-            self._run(schedule, started)
-            self.ledger.charge()
-        else:
-            self.ledger.idle()
-        self._left_at = time.perf_counter() if self._live else None
-        ended, self._ended = self._ended, []
-        return ended
+        return schedule
 
     def _end_outgrown(self, sequence: EngineSequence) -> None:
         usable, size = self.pool.num_usable, self.pool.page_size
@@ -201,6 +218,7 @@ class EngineLoop:
             request_id: A live request.
             mode: By swap or by recompute; None: as the engine would.
         """
+        self._stepper.settle()
         sequence = self._live.get(request_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING or self.options.policy is Policy.STATIC:
             return False
@@ -214,6 +232,7 @@ class EngineLoop:
         c = self.counters
         return EngineStats(
             steps=c.steps,
+            steps_ahead=c.steps_ahead,
             finished=c.finished,
             errors=c.errors,
             aborted=c.aborted,
@@ -274,37 +293,6 @@ class EngineLoop:
         """Release the runner. Live requests get no Finished."""
         self._runner.close()
 
-    def _run(self, schedule: Schedule, started: float) -> None:
-        counters = self.counters
-        decided = time.perf_counter()
-        plan = self._packer.pack(schedule, counters.steps)
-        if self.flight is not None:
-            self.flight.begin(plan, schedule.rows)
-        planned = time.perf_counter()
-        output = self._runner.run(plan)
-        ran = time.perf_counter()
-        if self.flight is not None:
-            self.flight.end()
-        seconds = ran - planned if output.seconds is None else output.seconds
-        self.preemption_cost.observe(plan.num_tokens, plan.num_sequences, seconds)
-        self._count_tokens(schedule, plan, output)
-        self._account(schedule)
-        endings = commit_step(self.table, schedule, plan, output)
-        computed = schedule.rows[: schedule.num_real]
-        if output.failed:
-            void = [ending.row for ending in endings if ending.error is not None]
-            computed = computed[~np.isin(computed, void)]
-        # Before the endings: a sequence that ends leaves its last full page to the index.
-        self.residency.publish(computed)
-        for ending in endings:
-            self._end_row(ending)
-        counters.steps += 1
-        counters.plan_s += decided - started
-        counters.build_s += planned - decided
-        counters.run_s += ran - planned
-        counters.device_s += seconds
-        counters.commit_s += time.perf_counter() - ran
-
     def _end_row(self, ending: Ending) -> None:
         sequence = self.table.sequence(ending.row)
         self._end(sequence, ending.reason, stop_match=ending.stop_match, error=ending.error)
@@ -318,97 +306,37 @@ class EngineLoop:
         error: str | None = None,
     ) -> None:
         """The one way out, from every state."""
-        was_admitted = sequence.num_cached is not None
-        if sequence.state is SequenceState.RUNNING:
-            row = sequence.row
-            sequence.generated = self.table.generated(row)
-            if self.options.policy is Policy.STATIC and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.table.pad(row)
-            else:
-                self._vacate(sequence, discard=reason is FinishReason.ERROR)
-        else:
-            self.queue.discard(sequence)
-            self.residency.let_go(sequence)
-            if self.swap is not None:
-                self.swap.drop(sequence)
-        sequence.state = SequenceState.FINISHED
-        self.gate.on_end(sequence, reason)
-        if was_admitted:
-            self.queue.settle(sequence, sequence.expected_tokens)
         del self._live[sequence.request.request_id]
-        self._ended.append(_finished(sequence, sequence.generated, reason, stop_match=stop_match, error=error))
-        self._count(reason)
-        ahead = 0 if was_admitted else _expected_work(sequence)
-        self.ledger.end(sequence.entry, reason, ahead, sequence.num_preemptions)
-        self._forget(self._jobs.end(sequence.request.job_id))
-        if self.options.policy is Policy.STATIC:
-            self._end_group()
+        work = _expected_work(sequence)
+        self._exit.end(sequence, reason, expected_work=work, stop_match=stop_match, error=error)
 
-    def _forget(self, job_ids: list[str]) -> None:
-        for job_id in job_ids:
-            self.queue.forget_job(job_id)
-            self.gate.forget_job(job_id)
-        self.ledger.forget(job_ids)
-
-    def _vacate(self, sequence: EngineSequence, *, discard: bool = False) -> None:
-        row = sequence.row
-        self.residency.release(sequence, discard=discard)
-        self.residency.let_go(sequence)
-        self.table.unbind(row)
-
-    def _end_group(self) -> None:
-        """Static policy: when no row of the group is left to compute, all of them leave."""
-        rows = self.table.rows()
-        if self.table.is_padding[rows].all():
-            for row in rows.tolist():
-                self._vacate(self.table.sequence(row))
-
-    def _count_tokens(self, schedule: Schedule, plan: StepPlan, output: StepOutput) -> None:
-        """Before the commit: `num_computed` is still where the step began."""
-        counters, num_real = self.counters, schedule.num_real
-        counters.batch_rows += num_real
-        counters.peak_pages = max(counters.peak_pages, self.pool.num_active)
-        counters.computed_tokens += plan.num_tokens - schedule.num_padding
-        counters.padding_tokens += schedule.num_padding
-        counters.generated_tokens += len(output.tokens) - len(output.failed)
-        if plan.groups is not None:
-            counters.shared_attention_rows += len(plan.groups.sequences)
-            saved = tokens_saved(plan.groups, self.pool.page_size)
-            counters.shared_attention_bytes += saved * self._runner.pool.bytes_per_token
-        rows, counts = schedule.rows[:num_real], schedule.counts[:num_real]
-        again = None
-        if counters.preemptions:
-            again = np.clip(self.table.max_computed[rows] - self.table.num_computed[rows], 0, counts)
-            counters.recomputed_tokens += int(again.sum())
-        entries = self.table.entry[schedule.rows]
-        drawing = plan.sample.sequence
-        if output.failed:
-            drawing = np.delete(drawing, list(output.failed))
-        self.ledger.book(entries[:num_real], counts, again, entries[drawing])
-
-    def _account(self, schedule: Schedule) -> None:
-        """Book the step's tokens by tier, before the commit: a tier below its share is not taken from."""
-        if self.options.policy is Policy.STATIC:
-            return
-        table, rows, num_real = self.table, self.table.rows(), schedule.num_real
-        ranks = table.order[schedule.rows[:num_real]] >> ORDER_BITS
-        computed = np.bincount(ranks, weights=schedule.counts[:num_real], minlength=len(Tier))
-        # One with work that was not done: it waits, or it runs and the step had no room for all of its tokens.
-        missing = (
-            np.where(table.hole_end[rows], table.hole_end[rows], table.num_tokens[rows]) - table.num_computed[rows]
+    def _make_stepper(self, runner: Runner) -> Stepper:
+        options = self.options
+        is_static = options.policy is Policy.STATIC
+        # Without the prefix index no two sequences have a page in common.
+        shares = options.enable_shared_attention and options.enable_prefix_caching
+        groups = GroupFinder(self.pool.page_size, self.pool.refcount) if shares else None
+        parts = StepParts(
+            table=self.table,
+            packer=Packer(self.table, options.max_num_batched_tokens, groups),
+            residency=self.residency,
+            accounting=Accounting(
+                self.table,
+                self.pool,
+                self.queue,
+                self.counters,
+                self.ledger,
+                None if is_static else self.shares,
+                runner.pool.bytes_per_token,
+            ),
+            cost=self.preemption_cost,
+            counters=self.counters,
+            decide=self._decide,
+            end=self._end_row,
         )
-        demand = np.bincount(table.order[rows] >> ORDER_BITS, weights=missing, minlength=len(Tier))
-        by_tier = {tier: int(computed[tier.rank]) for tier in Tier}
-        wanting = [t for t in Tier if demand[t.rank] > computed[t.rank] or self.queue.num_ready(t.rank)]
-        self.shares.account(by_tier, wanting)
-
-    def _count(self, reason: FinishReason) -> None:
-        if reason is FinishReason.ERROR:
-            self.counters.errors += 1
-        elif reason is FinishReason.ABORT:
-            self.counters.aborted += 1
-        else:
-            self.counters.finished += 1
+        if options.async_scheduling and not is_static and isinstance(runner, RunsAhead):
+            return AheadStepper(runner, runner, parts)
+        return Stepper(runner, parts)
 
     def _make_swap(self, runner: Runner) -> Swap | None:
         if self.options.policy is Policy.STATIC or not isinstance(runner, Swaps) or runner.host.num_pages == 0:
@@ -471,24 +399,3 @@ def _ignore(request_ids: Sequence[int]) -> None:
 
 def _host_bytes_per_s(runner: Runner) -> float:
     return runner.host.bytes_per_s if isinstance(runner, Swaps) else 1.0
-
-
-def _finished(
-    sequence: EngineSequence,
-    token_ids: tuple[int, ...],
-    reason: FinishReason,
-    *,
-    stop_match: str | int | None = None,
-    error: str | None = None,
-) -> Finished:
-    return Finished(
-        request_id=sequence.request.request_id,
-        token_ids=token_ids,
-        finish_reason=reason,
-        stop_match=stop_match,
-        num_prompt_tokens=len(sequence.request.prompt),
-        num_cached_tokens=sequence.num_cached or 0,
-        num_preemptions=sequence.num_preemptions,
-        logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
-        error=error,
-    )

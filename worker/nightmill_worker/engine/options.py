@@ -71,6 +71,7 @@ class LoopOptions:
     enable_shared_attention: bool = True  # attention over pages that decodes share, once for all of them
     max_model_len: int = 4096  # prompt + generated tokens of one sequence
     policy: Policy = Policy.CONTINUOUS
+    async_scheduling: bool = False  # submit a step while the one before runs, where the runner can; never when static
     max_prefill_chunk: int | None = None  # tokens of one sequence in one step; None: the step's budget
     # The static policy keeps to arrival order, and to room for every row of a group, whatever these say.
     order: QueueOrder = QueueOrder.PLANNED

@@ -18,8 +18,8 @@ class Packer:
         self._groups = groups
         self._iota = np.arange(max(max_num_batched_tokens, table.page_table.shape[1]), dtype=np.int64)
 
-    def pack(self, schedule: Schedule, step: int) -> StepPlan:
-        """Build a step's plan.
+    def pack(self, schedule: Schedule, step: int, *, is_ahead: bool = False) -> StepPlan:
+        """Build a step's plan; `is_ahead`: the step before is in flight, and the tokens it draws are not known.
 
         A sequence draws a token when the step computes the last of its tokens; so a chunk that is not its prompt's
         last draws none, and padding, which repeats a token that is not the last, never does.
@@ -47,9 +47,10 @@ class Packer:
         if self._groups is not None:
             groups = self._groups.find(rows, table.version, page_tables, context_lens, counts)
         drawing = np.flatnonzero(ends == table.num_tokens[rows])
+        token_ids = table.tokens[flat_rows, positions]
         return StepPlan(
             step=step,
-            token_ids=table.tokens[flat_rows, positions],
+            token_ids=token_ids,
             positions=positions.astype(np.int32),
             slots=slots,
             query_starts=query_starts,
@@ -57,7 +58,23 @@ class Packer:
             page_tables=page_tables,
             sample=self._sample(rows[drawing], drawing, query_starts),
             groups=groups,
+            token_source=self._name_sources(rows, query_starts, token_ids) if is_ahead else None,
         )
+
+    def _name_sources(
+        self, rows: Rows, query_starts: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> NDArray[np.int32] | None:
+        """[T] StepPlan.token_source; what stands for an unknown token in `token_ids` becomes 0."""
+        table = self._table
+        unknown = np.flatnonzero(table.num_pending[rows])
+        if not len(unknown):
+            return None
+        # A row that has drawn has one token to compute: that one.
+        tokens = query_starts[unknown]
+        source = np.full(len(token_ids), -1, np.int32)
+        source[tokens] = table.draw_index[rows[unknown]]
+        token_ids[tokens] = 0
+        return source
 
     def _page_tables(self, rows: Rows, ends: NDArray[np.int64]) -> NDArray[np.int32]:
         num_pages = -(-ends // self._table.page_size)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nightmill_worker.engine.fences import Fences
 from nightmill_worker.engine.page_pool import PagePool, Pages
 from nightmill_worker.engine.prefix_index import Node, PrefixIndex
 from nightmill_worker.engine.running_table import Rows, RunningTable
@@ -32,6 +33,7 @@ class Residency:
         self._table = table
         self._pool = pool
         self._index = index
+        self.fences = Fences(pool, index)
         self._woken: list[Sequence] = []
         self._within_page = np.arange(pool.page_size)
 
@@ -114,19 +116,24 @@ class Residency:
         self._table.page_table[rows, self._table.num_pages[rows]] = self._allocate(len(rows))
         self._table.num_pages[rows] += 1
 
-    def publish(self, rows: Rows) -> None:
+    def publish(self, rows: Rows, num_computed: Rows) -> None:
         """Put the pages that the rows have filled in the step just completed into the prefix index.
 
         Generated tokens too: a later turn of a conversation, or the sequence itself after a preemption, finds them.
+
+        Args:
+            rows: [S] of the step.
+            num_computed: [S] tokens that each had computed after it; the table may be a step further.
         """
         index, table, size = self._index, self._table, self._pool.page_size
         if index is None:
             return
-        full = table.num_computed[rows] // size
-        rows = rows[full > table.num_published[rows]]
+        full = num_computed // size
+        is_new = full > table.num_published[rows]
+        rows = rows[is_new]
         if len(rows) == 0:
             return
-        first, full = table.num_published[rows], table.num_computed[rows] // size
+        first, full = table.num_published[rows], full[is_new]
         pages = table.page_table[rows, first].tolist()
         tokens = table.tokens[rows[:, None], first[:, None] * size + self._within_page].tolist()
         for i, (row, num_full, column) in enumerate(zip(rows.tolist(), full.tolist(), first.tolist(), strict=True)):
@@ -149,11 +156,14 @@ class Residency:
         if discard:
             self._forget(sequence, num_published)
         pages = table.page_table[row, : table.num_pages[row]].copy()
-        self._pool.unpin(pages)
+        if self.fences.is_in_flight(step := int(table.last_step[row])):
+            self.fences.hold(step, pages, _last_resident(sequence.nodes[:num_published]))
+        else:
+            self._pool.unpin(pages)
+            if self._index is not None and num_published and not discard:
+                self._index.touch(sequence.nodes[num_published - 1])
         table.page_table[row, : len(pages)] = 0
         table.num_pages[row] = table.num_published[row] = table.num_computed[row] = 0
-        if self._index is not None and num_published and not discard:
-            self._index.touch(sequence.nodes[num_published - 1])
 
     def let_go(self, sequence: Sequence) -> None:
         """Drop what a sequence that will never run again refers to in the index."""
@@ -187,7 +197,10 @@ class Residency:
         self._pool.pin(np.array([page], np.int32))
         self._table.page_table[row, column] = page
         self._table.version += 1
-        self._pool.unpin(own)
+        if self.fences.is_in_flight(step := int(self._table.last_step[row])):
+            self.fences.hold(step, own)  # the step was given the row's own page
+        else:
+            self._pool.unpin(own)
 
     def _intern(self, sequence: Sequence, num_full: int) -> None:
         # A sequence refers to the last node of its chain only: each node keeps its parent.
@@ -222,6 +235,11 @@ class Residency:
         if missing > 0 and self._index is not None:
             self._index.evict(missing)
         return self._pool.allocate(count)
+
+
+def _last_resident(nodes: list[Node]) -> Node | None:
+    """What a discarded sequence leaves in the index are the pages that others hold: the first ones."""
+    return next((node for node in reversed(nodes) if node.page), None)
 
 
 def _rank(sequence: Sequence) -> int:

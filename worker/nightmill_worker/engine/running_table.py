@@ -21,6 +21,9 @@ class RunningTable:
     """Arrays indexed by row. The page table's columns from `num_pages` on are the null page.
 
     Invariant of every row: num_computed < num_tokens, num_computed ≤ num_pages · page_size.
+
+    A step that runs ahead (see run_ahead.py) is counted when it is submitted: `num_tokens` then includes `num_pending`
+    tokens that are not known yet.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int) -> None:
@@ -32,7 +35,13 @@ class RunningTable:
         self.num_pages = np.zeros(rows, np.int64)  # pages in the page table
         self.num_published = np.zeros(rows, np.int64)  # leading pages that are in the prefix index
         self.num_tokens = np.zeros(rows, np.int64)  # prompt + generated
-        self.num_computed = np.zeros(rows, np.int64)  # tokens whose KV is in the pages
+        self.num_computed = np.zeros(
+            rows, np.int64
+        )  # tokens whose KV is in the pages, or will be when steps have ended
+        self.num_pending = np.zeros(rows, np.int64)  # of num_tokens, those that steps in flight are drawing
+        self.draw_index = np.zeros(rows, np.int32)  # where the last of them is in its step's SampleBatch
+        self.last_step = np.full(rows, -1, np.int64)  # the last step submitted ahead that has the row; -1: none
+        self.epoch = np.zeros(rows, np.int64)  # another one whenever the sequence leaves: what was meant for it is void
         self.max_computed = np.zeros(rows, np.int64)  # of an earlier run: what is computed below it is done again
         # After a swap: computing goes up to hole_end, from there to hole_to the KV was restored. 0: no hole.
         self.hole_end = np.zeros(rows, np.int64)
@@ -134,6 +143,8 @@ class RunningTable:
     def unbind(self, row: int) -> None:
         """Take a row back. Its pages have been given back before."""
         self.sequence(row).row = -1
+        self.num_pending[row], self.last_step[row] = 0, -1
+        self.epoch[row] += 1
         self.sequences[row] = None
         self._is_used[row] = False
         self._free_rows.append(row)
@@ -145,8 +156,9 @@ class RunningTable:
         self.is_padding[row] = True
 
     def generated(self, row: int) -> tuple[int, ...]:
-        """Tokens drawn so far."""
-        return tuple(self.tokens[row, self.prompt_len[row] : self.num_tokens[row]].tolist())
+        """Tokens drawn so far, as far as they are known."""
+        end = self.num_tokens[row] - self.num_pending[row]
+        return tuple(self.tokens[row, self.prompt_len[row] : end].tolist())
 
     def stop_ids_of(self, row: int) -> NDArray[np.int32]:
         """EOS and stop tokens of a row, without the filling."""

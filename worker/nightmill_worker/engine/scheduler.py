@@ -84,18 +84,33 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
-    def schedule(self) -> Schedule:
-        """Preempt and admit as needed and say what runs."""
+    def schedule(self, *, ahead: bool = False) -> Schedule:
+        """Preempt and admit as needed and say what runs.
+
+        Args:
+            ahead: While the step before is in flight. Rows that end with it at the latest are left out. Nothing is
+                decided that its tokens could make unnecessary or wrong: where somebody would be taken off, or a draw
+                depends on a token that is not known, nothing runs (no rows); it is decided when the step has ended.
+        """
+        try:
+            return self._schedule(ahead)
+        except _WaitForStep:
+            return Schedule(_NO_ROWS, _NO_ROWS)
+
+    def _schedule(self, ahead: bool) -> Schedule:
         self._queue.take_back()
         self._queue.unpark(self._residency.take_woken())
         table, padding = self._table, _NO_ROWS
         rows = table.rows()
+        if ahead:
+            rows = self._may_go_on(rows)
         if self._is_static:
             padded = table.is_padding[rows]
             rows, padding = rows[~padded], rows[padded]
         is_decode = table.num_tokens[rows] - table.num_computed[rows] == 1
-        draft = _Draft(rows[is_decode], rows[~is_decode], len(self._queue.ranks))
+        draft = _Draft(rows[is_decode], rows[~is_decode], len(self._queue.ranks), ahead)
         while missing := self._grow(draft.decodes):
+            draft.must_be_certain()
             victim = self._victims.for_memory(missing)
             if victim is None:
                 return Schedule(_NO_ROWS, _NO_ROWS, outgrown=table.sequence(int(draft.decodes[0])))
@@ -107,6 +122,7 @@ class Scheduler:
         if len(draft.partial) or len(self._queue) > self._queue.num_parked:
             self._fill(draft)
         if draft.outgrown is not None:
+            draft.must_be_certain()
             return Schedule(_NO_ROWS, _NO_ROWS, outgrown=draft.outgrown)
         decodes = draft.decodes
         ones = np.ones(len(decodes), np.int64), np.ones(len(padding), np.int64)
@@ -115,6 +131,15 @@ class Scheduler:
             np.concatenate((ones[0], np.array(draft.counts, np.int64), ones[1])),
             len(padding),
         )
+
+    def _may_go_on(self, rows: Rows) -> Rows:
+        """Those that have a token to draw after the one in flight."""
+        table = self._table
+        going_on: Rows = rows[table.num_tokens[rows] < table.max_total[rows]]
+        if (table.needs_history[going_on] & (table.num_pending[going_on] > 0)).any():
+            # Skipping those would give them half the pace of the others: rather let all wait.
+            raise _WaitForStep
+        return going_on
 
     def _take_for_memory(self, draft: "_Draft", row: int) -> None:
         self._gate.on_memory_preemption()
@@ -137,6 +162,7 @@ class Scheduler:
             row = self._victims.for_memory(missing, is_urgent=False)
             if row is None or not self._preemption.is_swap(self._table.sequence(row)):
                 return
+            draft.must_be_certain()
             self._take_for_memory(draft, row)
 
     def _needed_next(self, decodes: Rows) -> int:
@@ -239,6 +265,7 @@ class Scheduler:
         row = self._victims.for_tier(ranks, max(1, num_pages))
         if row is None:
             return False
+        draft.must_be_certain()
         draft.num_taken += 1
         draft.taker = taker
         self._take(draft, row, PreemptionCause.TIER)
@@ -274,6 +301,10 @@ class Scheduler:
         return row
 
 
+class _WaitForStep(Exception):  # noqa: N818 - not an error
+    """What is to be decided depends on the step in flight."""
+
+
 @dataclass(slots=True)
 class _Draft:
     """A step while it is being decided."""
@@ -281,12 +312,18 @@ class _Draft:
     decodes: Rows
     partial: Rows
     closed_rank: int  # tiers from this rank on admit nobody in this step
+    is_ahead: bool  # the step before is in flight
     budget: int = 0  # tokens left
     rows: list[int] = field(default_factory=list)  # with a chunk, one of `counts` tokens
     counts: list[int] = field(default_factory=list)
     num_taken: int = 0  # victims of higher tiers
     outgrown: Sequence | None = None  # waits, and can never be admitted again
     taker: Sequence | None = None  # for whom the last of them was taken
+
+    def must_be_certain(self) -> None:
+        """Before somebody is taken off or given up: what has been decided so far stays, the rest is decided anew."""
+        if self.is_ahead:
+            raise _WaitForStep
 
     def close(self, rank: int) -> None:
         """Admit nobody of this tier or below in this step."""

@@ -10,6 +10,7 @@ class Counters:
     """Running totals, written by the scheduler and the loop."""
 
     steps: int = 0
+    steps_ahead: int = 0
     finished: int = 0
     errors: int = 0
     aborted: int = 0
@@ -65,6 +66,7 @@ class EngineStats:
     """Totals since the loop was made, and the state after its last step."""
 
     steps: int
+    steps_ahead: int  # of those, decided and submitted while the step before was running
     finished: int  # with an answer
     errors: int
     aborted: int
@@ -72,7 +74,7 @@ class EngineStats:
     cached_tokens: int  # of those, taken from the prefix index at first admission
     computed_tokens: int  # prefill and decode, without padding
     recomputed_tokens: int  # of those, computed before and lost to a preemption
-    padding_tokens: int  # computed for rows that had ended (static policy)
+    padding_tokens: int  # computed for rows that had ended (static policy; steps that run ahead)
     generated_tokens: int
     running: int
     waiting: int  # parked ones included
@@ -90,7 +92,7 @@ class EngineStats:
     pages_free: int
     pages_cached: int  # published, held by nobody: evicted on demand
     pages_active: int
-    pages_in_flight: int
+    pages_in_flight: int  # let go, and free as soon as the steps that use them have ended
     peak_pages: int  # most pages ever active in a step
     predicted_peak_pages: float | None  # by the gate, at the last admission it had to predict for
     z: float | None  # standard deviations of the prediction that stay free; None: another gate
@@ -102,8 +104,8 @@ class EngineStats:
     plan_s: float  # host time: deciding
     build_s: float  # host time: packing the step's arrays
     wait_s: float  # host time: between steps, with work there: requests taken in, reports sent
-    run_s: float  # in the runner: the device and the draws
-    device_s: float  # of those, what the runner says the device took; all of it where the runner does not say
+    run_s: float  # in the runner: the device and the draws; of steps that run ahead, what the host waits for
+    device_s: float  # what the runner says the device took; where it does not say, from a step's begin to its end
     commit_s: float  # host time: tokens, stops, pages
     wall_ns: int  # since the loop was made
     idle_ns: int  # of those, without work
