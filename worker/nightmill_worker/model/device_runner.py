@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nightmill_worker.engine.roofline import Roofline
-from nightmill_worker.engine.step import NULL_PAGE, HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
+from nightmill_worker.engine.step import HostShape, PoolShape, SampleBatch, StepOutput, StepPlan
 from nightmill_worker.model.attention_plan import AttentionPlanner
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.decoder import Decoder
@@ -22,6 +22,7 @@ from nightmill_worker.model.device_swap import DeviceHostPages
 from nightmill_worker.model.graphs import DecodeGraphs, graph_sizes
 from nightmill_worker.model.layers import StepTensors
 from nightmill_worker.model.pool import KVPool
+from nightmill_worker.model.stand_in import stand_in
 from nightmill_worker.model.step_inputs import StepInputs
 
 MAX_IN_FLIGHT = 2
@@ -173,16 +174,20 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def record_decodes(self) -> None:
-        """Record the graphs of decodes that share no prefix, the largest first: the others fit into its memory."""
-        if self._graphs is None:
-            return
-        started = perf_counter()
-        for size in reversed(self._graphs.sizes):
-            plan = _stand_in(size)
-            tensors = self._inputs.put_decodes(plan, self._inputs.lists_of(plan, size), size, grouped=False)
-            self._inputs.staging.flush()
-            self._graphs.capture(size, tensors, grouped=False)
-        _log.info("recorded %d decode graphs in %.1f s", len(self._graphs.sizes), perf_counter() - started)
+        """Record the graphs of decodes that share no prefix, the largest first: the others fit into its memory.
+
+        Then draw in both ways from one row, so that the first step finds those kernels compiled, too.
+        """
+        if self._graphs is not None:
+            started = perf_counter()
+            for size in reversed(self._graphs.sizes):
+                plan = stand_in(size)
+                tensors = self._inputs.put_decodes(plan, self._inputs.lists_of(plan, size), size, grouped=False)
+                self._inputs.staging.flush()
+                self._graphs.capture(size, tensors, grouped=False)
+            _log.info("recorded %d decode graphs in %.1f s", len(self._graphs.sizes), perf_counter() - started)
+        for temperature in (0.0, 1.0):
+            self.run(stand_in(1, draws=1, temperature=temperature))
 
     def close(self) -> None:
         """Free the pool and the weights."""
@@ -239,37 +244,3 @@ class DeviceRunner:
         if self._decoder is None:
             raise RuntimeError("this runner is closed")
         return self._decoder
-
-
-def _stand_in(num_rows: int) -> StepPlan:
-    """Decodes of one token that see the null page and write nothing."""
-    zeros = np.zeros(num_rows, np.int32)
-    return StepPlan(
-        step=0,
-        token_ids=zeros,
-        positions=zeros,
-        slots=np.full(num_rows, -1, np.int64),
-        query_starts=np.arange(num_rows + 1, dtype=np.int32),
-        context_lens=zeros + 1,
-        page_tables=np.full((num_rows, 1), NULL_PAGE, np.int32),
-        sample=_no_draws(),
-    )
-
-
-def _no_draws() -> SampleBatch:
-    ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-    return SampleBatch(
-        sequence=ints,
-        token_index=ints,
-        position=np.empty(0, np.int64),
-        seed=np.empty(0, np.uint64),
-        temperature=floats,
-        top_k=ints,
-        top_p=floats,
-        min_p=floats,
-        presence_penalty=floats,
-        frequency_penalty=floats,
-        repetition_penalty=floats,
-        num_logprobs=ints,
-        any_random=False,
-    )
