@@ -1,10 +1,9 @@
-"""The device's runner gives the plain runner's tokens for every kind of layer: windows, caps, norms, biases, no rope."""
+"""The device runner gives the plain runner's tokens for every kind of layer: windows, caps, norms, biases, no rope."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.parity.engine_runs import SEEDED, answer, requests_of
 from tests.parity.tiny_models import TINY, save_tiny
 
@@ -42,6 +41,5 @@ def test_tokens_are_those_of_the_plain_runner(name: str, tmp_path: Path) -> None
     prompts = [tuple(random.integers(3, 131, random.integers(1, 40)).tolist()) for _ in range(10)]
     requests = requests_of(prompts, (SamplingParams(temperature=0.0), *SEEDED), max_tokens=10)
     options = LoopOptions(max_num_seqs=7, max_num_batched_tokens=24, max_model_len=64)
-    with torch.inference_mode():
-        assert answer(device, requests, options).tokens == answer(plain, requests, options).tokens
+    assert answer(device, requests, options).tokens == answer(plain, requests, options).tokens
     assert device.device.traffic.replays > 5
