@@ -96,6 +96,21 @@ def test_logits_that_level_the_noise_out(device, vocab):
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("margin", [1e-5, 0.005, -1e-5])
+def test_a_narrow_winner_alone_in_its_tile_is_found(device, margin):
+    """Less likely than the first by nearly all that its noise is better: where a screen that is too strict shows."""
+    rows = edge_rows(12)
+    noise = gumbel_row(rows.seed, rows.position, 1024)
+    best, other = noise[:, 512:].max(dim=-1)
+    logits = torch.full((12, 1024), -math.inf)
+    logits[:, 3] = 0.0
+    logits[torch.arange(12), 512 + other] = noise[:, 3] - best + margin
+    expected = reference(logits, rows).tolist()
+    assert expected == ([3] * 12 if margin < 0 else (512 + other).tolist())
+    assert drawn(logits, rows, device, has_filters=False) == expected
+
+
+@pytest.mark.device
 @pytest.mark.parametrize(("vocab", "scale"), [(1, 0.0), (5, 3.0), (513, 0.1), (1537, 3.0), (1025, 40.0)])
 def test_ids_are_the_references(device, gpu_dtype, vocab, scale):
     logits = logits_of(len(PLAIN), vocab, scale=scale, seed=vocab, dtype=gpu_dtype)
