@@ -2,7 +2,9 @@
 
 import json
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -95,6 +97,15 @@ class Notebook:
         self.say(f"{'ok' if passed else 'FAILED'}: {name}{f': {detail}' if detail else ''}")
         self._save()
         return bool(passed)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """What goes wrong in this block is a failed check, and the section goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it was, it belongs into the report
+            self.say(traceback.format_exc())
+            self.check(f"{what} ran to its end", False, f"{type(error).__name__}: {error}"[:600])
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Record figures side by side."""

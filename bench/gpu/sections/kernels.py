@@ -1,7 +1,6 @@
 """Kernels on their own, by the benches that stand beside them: attention first, then the memory-bound ones, draws."""
 
 import importlib
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,16 +12,8 @@ from nightmill_kernels.backend import use_triton
 
 def run(notebook: Notebook, task: Task) -> None:
     for name, part in PARTS.items():
-        _part(notebook, name, lambda part=part: part(notebook, task))
-
-
-def _part(notebook: Notebook, name: str, work: Callable[[], None]) -> None:
-    """One bench that fails leaves the others their turn."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - whatever it was, it belongs into the report
-        notebook.say(traceback.format_exc())
-        notebook.check(f"the bench of {name} ran", False, f"{type(error).__name__}: {error}"[:400])
+        with notebook.attempt(name):
+            part(notebook, task)
 
 
 def _in_triton(task: Task) -> AbstractContextManager[None]:

@@ -36,20 +36,23 @@ def run_nano(notebook: Notebook, task: Task, nano: Nano) -> None:
     cost = CostModel(task.ceilings.device, MODELS[nano.model])
     rows = _rows(task)
     bench = _Bench(notebook, task, nano, rows, bound_seconds(cost, rows))
-    begun = time.perf_counter()
-    with opened(bench.build()) as runner:
-        notebook.figure("loaded, measured and recorded in", time.perf_counter() - begun, "s")
-        notebook.say(f"pool: {runner.pool.num_pages:,} pages of {runner.pool.page_size} tokens")
-        bench.warm_up(runner)
-        _decode_step(notebook, task, runner, cost)
-        # The simplest way first: a figure stands before anything cleverer may hang.
-        simple = bench.run(runner, [], RUN_AHEAD)
-        best = bench.run_ahead(runner, simple) if RUN_AHEAD.can_compare else simple
-    if not GRAPHS.can_compare or not notebook.has_time_for(f"W4 {GRAPHS.without}", 15 + 3 * best.seconds):
-        return
-    with opened(bench.build(**GRAPHS.off)) as runner:
-        bench.warm_up(runner)
-        bench.run(runner, [best], GRAPHS)
+    best: EngineRun | None = None
+    with notebook.attempt("the whole workload"):
+        begun = time.perf_counter()
+        with opened(bench.build()) as runner:
+            notebook.figure("loaded, measured and recorded in", time.perf_counter() - begun, "s")
+            notebook.say(f"pool: {runner.pool.num_pages:,} pages of {runner.pool.page_size} tokens")
+            bench.warm_up(runner)
+            with notebook.attempt("a decode step"):
+                _decode_step(notebook, task, runner, cost)
+            # The simplest way first: a figure stands before anything cleverer may hang.
+            best = simple = bench.run(runner, [], RUN_AHEAD)
+            if RUN_AHEAD.can_compare:
+                best = bench.run_ahead(runner, simple)
+    if GRAPHS.can_compare and notebook.has_time_for(f"W4 {GRAPHS.without}", 15 + 3 * best.seconds if best else 30):
+        with notebook.attempt(GRAPHS.without), opened(bench.build(**GRAPHS.off)) as runner:
+            bench.warm_up(runner)
+            bench.run(runner, [best] if best else [], GRAPHS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,14 @@ from bench.gpu.notebook import Notebook
 from bench.gpu.section import Task
 from bench.gpu.sections.parity_models import SUBJECTS, TINY, VOCAB, Subject, load, save
 from bench.gpu.switches import GRAPHS, RUN_AHEAD
+from nightmill.canonical import encode
 from nightmill.records import ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill_worker.bench.comparator import Comparison, ReferenceStep, compare_greedy
 from nightmill_worker.engine.options import LoopOptions, PreemptionMode
 from nightmill_worker.engine.step import Swaps
+from nightmill_worker.model import config_reader
+from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.device_runner import DeviceRunner
 
 MAX_MODEL_LEN = 512
@@ -35,14 +38,16 @@ Prompts = list[tuple[int, ...]]
 
 
 def run(notebook: Notebook, task: Task) -> None:
+    # transformers is here already: a process of its own for each config would cost seconds each.
+    config_reader._read_apart = lambda directory: encode(ModelConfig.from_directory(directory))
     subjects = TINY if task.is_tiny else SUBJECTS
     compared = 0
     for subject in subjects:
-        if compared and not notebook.has_time_for(str(subject), 8):
+        if subject is not subjects[0] and not notebook.has_time_for(str(subject), 8):
             continue
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, notebook.attempt(str(subject)):
             _compare(notebook, task, subject, Path(scratch))
-        compared += 1
+            compared += 1
     notebook.figure("models compared", compared, f"of {len(subjects)}", headline=True)
     notebook.check("every model was compared", compared == len(subjects))
 

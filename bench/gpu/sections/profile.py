@@ -49,8 +49,10 @@ class Kernel:
 
 def run(notebook: Notebook, task: Task) -> None:
     with opened(build("tiny" if task.is_tiny else MODEL, task.device)) as runner:
-        decode_steps(notebook, task, runner)
-        mixed_step(notebook, task, runner)
+        with notebook.attempt("decode steps"):
+            decode_steps(notebook, task, runner)
+        with notebook.attempt("a mixed step"):
+            mixed_step(notebook, task, runner)
 
 
 def decode_steps(notebook: Notebook, task: Task, runner: DeviceRunner) -> None:

@@ -22,9 +22,12 @@ def run(notebook: Notebook, task: Task) -> None:
     cost = CostModel(task.ceilings.device, MODELS[MODEL])
     name = "tiny" if task.is_tiny else MODEL
     with opened(build(name, task.device, swap_bytes=(1 << 20) if task.is_tiny else SWAP_BYTES)) as runner:
-        shared_attention(notebook, task, runner, cost)
-        swap_or_recompute(notebook, task, runner)
-        steady_state(notebook, task, runner, cost)
+        with notebook.attempt("shared attention"):
+            shared_attention(notebook, task, runner, cost)
+        with notebook.attempt("swap against recompute"):
+            swap_or_recompute(notebook, task, runner)
+        with notebook.attempt("a steady state"):
+            steady_state(notebook, task, runner, cost)
 
 
 def shared_attention(notebook: Notebook, task: Task, runner: DeviceRunner, cost: CostModel) -> None:
