@@ -7,8 +7,9 @@ An item is a few query rows against one range of keys of one page table. Three k
 - a tile of a shared prefix: rows of many decodes whose page tables begin alike, cut into chunks like a decode.
 
 A row of several items has that many partial results, which a second launch merges: its `first partial` is where they
-begin. A row of one item that is no prefix tile writes its result itself and has -1; all rows of an item are alike. Cuts lie at multiples of a chunk from position 0 and
-depend on the row's own length alone, so that its result does not depend on its batch mates.
+begin. A row of one item writes its result itself and has -1, unless it is in a prefix group: all rows of an item are
+alike. Cuts lie at multiples of a chunk from position 0 and depend on the row's own length alone, so that its result
+does not depend on its batch mates.
 """
 
 from collections.abc import Callable
@@ -327,7 +328,7 @@ def _prefill_items(
 
 
 def _merges(rows: Ints, splits: Ints, wanted: NDArray[np.bool_], end: int, num_tokens: int) -> Ints:
-    """Entries of the decodes `wanted`, which have partials or nothing, and of the tokens from `end` on."""
+    """Entries of the decodes that are `wanted`, which have partials or nothing, and of the tokens from `end` on."""
     open_rows = np.flatnonzero(wanted)
     merges = np.zeros((len(open_rows) + num_tokens - end, MERGE), dtype=np.int32)
     decodes = merges[: len(open_rows)]

@@ -180,6 +180,9 @@ def _attend(
         position = tl.load(row + 1)
         head = kv_head * GROUP + lane
     else:
+        # The 0 that items end with: a lane that depends on the item is not computed before the loop over items, where
+        # its quotients and heads would stand in registers throughout.
+        lane = lane + tl.load(item + 7)
         live = lane // GROUP < tl.load(item + 1)
         row = rows + (tl.load(item) + lane // GROUP) * 4
         token = tl.load(row, mask=live, other=0).to(tl.int64)
@@ -246,6 +249,8 @@ def _attend(
         entry = first_row + lane * 0
         stored = lane < GROUP
     else:
+        lane = tl.arange(0, BLOCK_M) + tl.load(item + 7, volatile=True)
+        head = kv_head * GROUP + lane % GROUP
         entry = first_row + lane // GROUP * 4
         stored = lane // GROUP < tl.load(item + 1, volatile=True)
     if tl.load(first_row + 2, volatile=True) < 0:
@@ -390,7 +395,6 @@ def build_work(q: Tensor, k_pool: Tensor, meta: AttentionMetadata, window: int |
         groups = _HostGroups(
             *(x.numpy(force=True) for x in (meta.groups.starts, meta.groups.sequences, meta.groups.num_pages))
         )
-        _check_tables(groups, meta.page_tables.numpy(force=True))
     heads, head_dim = q.shape[1:]
     kv_heads, page_size = k_pool.shape[1:3]
     plan = plan_attention(
@@ -403,6 +407,8 @@ def build_work(q: Tensor, k_pool: Tensor, meta: AttentionMetadata, window: int |
         table_width=meta.page_tables.shape[1],
         window=window,
     )
+    if groups is not None:
+        _check_tables(groups, meta.page_tables.numpy(force=True))
     return device_work(
         plan,
         lambda array: torch.from_numpy(array).to(q.device),
