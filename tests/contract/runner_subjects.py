@@ -63,9 +63,16 @@ def model_runner(directory: Path) -> Runner:
     return ModelRunner(config, weights, shape, max_model_len=_MAX_MODEL_LEN, num_host_pages=NUM_HOST_PAGES)
 
 
-def device_runner(directory: Path, *, enforce_eager: bool = False, device: Device | None = None) -> DeviceRunner:
+def device_runner(
+    directory: Path,
+    *,
+    enforce_eager: bool = False,
+    device: Device | None = None,
+    num_layers: int = 2,
+    num_host_pages: int = NUM_HOST_PAGES,
+) -> DeviceRunner:
     """The same, run as a GPU's steps are: staged, decodes by graph, drawn where the logits are."""
-    config, weights, shape = tiny_model(directory)
+    config, weights, shape = tiny_model(directory, num_layers)
     pool = KVPool(config, shape, torch.float32)
     return DeviceRunner(
         config,
@@ -75,14 +82,14 @@ def device_runner(directory: Path, *, enforce_eager: bool = False, device: Devic
         dtype=torch.float32,
         max_model_len=_MAX_MODEL_LEN,
         limits=StepLimits(device="cpu", max_num_seqs=24, max_num_batched_tokens=256),
-        num_host_pages=NUM_HOST_PAGES,
+        num_host_pages=num_host_pages,
         enforce_eager=enforce_eager,
     )
 
 
-def tiny_model(directory: Path) -> tuple[ModelConfig, ModelWeights, PoolShape]:
+def tiny_model(directory: Path, num_layers: int = 2) -> tuple[ModelConfig, ModelWeights, PoolShape]:
     """Its config, weights and page pool."""
-    (directory / "config.json").write_text(json.dumps(_TINY))
+    (directory / "config.json").write_text(json.dumps({**_TINY, "num_hidden_layers": num_layers}))
     config = read_config(directory)
     weights = dummy_weights(config, torch.float32, seed=3)
     generator = torch.Generator().manual_seed(5)

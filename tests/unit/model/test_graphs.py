@@ -151,7 +151,7 @@ def test_a_step_with_a_chunk_or_too_many_rows_is_not_a_graphs(runner: DeviceRunn
 @pytest.fixture
 def triton_runner(tmp_path: Path) -> Iterator[DeviceRunner]:
     with use_triton():
-        yield device_runner(tmp_path)
+        yield device_runner(tmp_path, num_layers=1, num_host_pages=0)
 
 
 def grouped_plan(driver: PagedDriver, count: int, shared_pages: int, *, groups: bool) -> StepPlan:
@@ -185,13 +185,16 @@ def test_rows_with_a_common_prefix_have_graphs_of_their_own(triton_runner: Devic
     assert (4, False) in graphs._graphs
     assert_close(shared, again)
     with use_triton():
-        reference = PagedDriver(device_runner(tmp_path, enforce_eager=True))
+        reference = PagedDriver(device_runner(tmp_path, enforce_eager=True, num_layers=1, num_host_pages=0))
         assert_close(shared, logprobs_of(reference, grouped_plan(reference, 3, 2, groups=True)))
 
 
 def test_interpreted_steps_of_other_sizes_and_table_widths(triton_runner: DeviceRunner, tmp_path: Path) -> None:
     """The lists' header says how wide the tables are; entries of a longer list before are not read."""
-    driver, plain = PagedDriver(triton_runner), PagedDriver(device_runner(tmp_path, enforce_eager=True))
+    driver, plain = (
+        PagedDriver(triton_runner),
+        PagedDriver(device_runner(tmp_path, enforce_eager=True, num_layers=1, num_host_pages=0)),
+    )
     found, expected = [], []
     for each, results in ((driver, found), (plain, expected)):
         short, long = each.add([7, 8]), each.add([int(t) for t in np.arange(40) % (VOCAB_SIZE - 3) + 1])

@@ -20,6 +20,7 @@ from nightmill_worker.model.dtype import torch_dtype
 from nightmill_worker.model.layers import StepTensors
 from nightmill_worker.model.memory import (
     check_weights_fit,
+    describe,
     explains_out_of_memory,
     memory_needs,
     plan_device_pool,
@@ -106,6 +107,7 @@ def start_on_device(
         enforce_eager=options.enforce_eager,
     )
     shape = plan_device_pool(config, options, needs, memory, dtype=dtype, max_model_len=max_model_len)
+    _log.info("%s", describe(memory, needs, shape))
     with explains_out_of_memory("allocating pages and buffers", options):
         pool = KVPool(config, shape, kind, where)
         decoder.bind(pool)

@@ -113,6 +113,12 @@ def plan_device_pool(
     return PoolShape(num_pages=num_pages, page_size=page_size, bytes_per_token=bytes_per_token)
 
 
+def describe(memory: DeviceMemory, needs: MemoryNeeds, shape: PoolShape) -> str:
+    """How the memory was divided, in a line."""
+    pages = shape.num_pages * shape.page_size * shape.bytes_per_token
+    return f"GPU memory: {_account(memory, needs)}, KV pages {_size(pages)}"
+
+
 def check_weights_fit(config: ModelConfig, needed: int, memory: DeviceMemory) -> None:
     """Refuse at once what cannot be loaded.
 

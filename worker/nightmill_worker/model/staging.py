@@ -9,13 +9,13 @@ from nightmill_worker.model.device import Device, Mark
 
 ALIGNMENT = 16
 """Bytes; what Triton wants of a pointer to load 16 bytes at a time."""
-_DTYPES: dict[str, torch.dtype] = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "uint64": torch.int64,  # the same bits: torch computes with few unsigned types
-    "float32": torch.float32,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
+_DTYPES: "dict[np.dtype[np.generic], torch.dtype]" = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.uint64): torch.int64,  # the same bits: torch computes with few unsigned types
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.bool_): torch.bool,
 }
 
 
@@ -108,10 +108,10 @@ class StagingBuffer:
         self._is_fresh = True
 
     def _view(self, start: int, num_bytes: int, shape: tuple[int, ...], dtype: "np.dtype[np.generic]") -> Tensor:
-        return self.device_bytes[start : start + num_bytes].view(_DTYPES[dtype.name]).view(shape)
+        return self.device_bytes[start : start + num_bytes].view(_DTYPES[dtype]).view(shape)
 
     def _put_beside(self, array: NDArray[np.generic], shape: tuple[int, ...], fill: float | None) -> Tensor:
-        host = self._device.host_tensor(shape, _DTYPES[array.dtype.name])
+        host = self._device.host_tensor(shape, _DTYPES[array.dtype])
         _write(host.numpy().reshape(-1).view(np.uint8), array, shape, fill)
         place = torch.empty_like(host, device=self._device.torch_device)
         self._oversized.append((place, host))
