@@ -42,7 +42,7 @@ class StepInputs:
         self._attention = attention
         self._table_width = -(-max_len // page_size)
         tables = 4 * max_seqs * self._table_width
-        of_tokens = 40 * max_batched_tokens  # ids, index, positions, slots, rows of work lists
+        of_tokens = (24 + 24 * len(attention.windows)) * max_batched_tokens  # ids, index, …; rows of the work lists
         num_bytes = of_tokens + 64 * max_seqs + attention.graph_bytes(max_seqs) + tables + (256 << 10)
         self.staging = StagingBuffer(device, num_bytes, num_buffers=_NUM_BUFFERS, head_bytes=4 * max_seqs)
         self.drawn = self.staging.at(0, (max_seqs,), _INT32)  # tokens of the step before
