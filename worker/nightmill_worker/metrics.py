@@ -132,6 +132,10 @@ def engine_metrics(stats: Iterable[EngineStats]) -> Iterator[Metric]:
             yield GaugeMetricFamily(name, text, value=values[-1])
         else:
             yield CounterMetricFamily(name, text, value=sum(values))
+    share = known[-1].roofline_share if known else None
+    if share is not None:
+        text = "EngineStats.roofline_share of the living engine since it was started."
+        yield GaugeMetricFamily("nightmill_engine_roofline_share", text, value=share)
 
 
 def work_metrics(stats: Iterable[EngineStats]) -> Iterator[Metric]:

@@ -37,6 +37,7 @@ class RunSummary:
     seconds: float
     output: str
     generated_per_s: float = 0.0  # tokens, while the engine ran
+    roofline_share: float | None = None  # of the least time the device could take, see EngineStats; None: not measured
     engine_deaths: int = 0
     peak_rss_bytes: int = 0  # of this process and of its largest child, added
     error_codes: dict[str, int] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class RunSummary:
             "cached_tokens": self.cached_tokens,
             "steps": self.steps,
             "mean_batch": round(self.mean_batch, 2),
+            "roofline_share": None if self.roofline_share is None else round(self.roofline_share, 4),
             "seconds": round(self.seconds, 3),
             "output": self.output,
         }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from nightmill.records import CommittedShard, JobInfo
-from nightmill_worker.engine.stats import EngineStats
+from nightmill_worker.engine.stats import EngineStats, roofline_share
 from nightmill_worker.report import RunProgress, RunSummary
 from nightmill_worker.shard_crew import ShardCrew
 from nightmill_worker.supervisor import EngineSupervisor
@@ -89,6 +89,7 @@ class RunMeter:
             mean_batch=sum(s.mean_batch * s.steps for s in self._stats) / steps if steps else 0.0,
             seconds=time.monotonic() - self._started_at,
             output=job.spec.output,
+            roofline_share=roofline_share(self._stats),
             generated_per_s=generated / self._working_s if self._working_s else 0.0,
             engine_deaths=self._deaths,
             peak_rss_bytes=_peak_rss_bytes(),

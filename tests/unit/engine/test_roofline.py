@@ -1,11 +1,20 @@
 """The bound of a step, against sums taken token by token and against the simulator's formula."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nightmill.sampling import SamplingParams
+from nightmill.states import Tier
+from nightmill_worker.engine.fake import FakeRunner
+from nightmill_worker.engine.loop import EngineLoop
+from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine.request import Request
 from nightmill_worker.engine.roofline import FULL, Ceilings, ModelCost, Roofline, Work, step_work
+from nightmill_worker.engine.stats import EngineStats, roofline_share
 from nightmill_worker.engine.step import PrefixGroups, SampleBatch, StepPlan
 from nightmill_worker.simulate.cost_model import DEVICES, MODELS, CostModel
 
@@ -124,3 +133,40 @@ def test_an_empty_group_list_saves_nothing() -> None:
     plan = make_plan([1], [9], make_groups())
     assert step_work(plan, ((None, 0.5), (4, 0.5)), PAGE).context_read == (9 + 4) / 2
     assert step_work(plan, FULL, PAGE).context_read == 9
+
+
+class BoundedRunner(FakeRunner):
+    roofline = Roofline(COST, Ceilings(flops=1e6, bytes_per_s=1e5))
+
+
+def run_four(runner: FakeRunner) -> EngineStats:
+    loop = EngineLoop(runner, LoopOptions(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100))
+    for i in range(4):
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        loop.add(Request(request_id=i, job_id="job", tier=Tier.LOW, prompt=(i, 5, 6), sampling=sampling, seed=i))
+    while loop.has_work:
+        loop.step()
+    return loop.stats()
+
+
+def test_the_engine_adds_up_its_steps() -> None:
+    stats = run_four(BoundedRunner())
+    # Four prompts of 3 and two decodes each; each step draws for all.
+    works = [Work(12, 4, 4 * (1 + 2 + 3), 12), Work(4, 4, 16, 16), Work(4, 4, 20, 20)]
+    assert stats.steps == 3
+    assert stats.bytes == sum(COST.all_bytes(work) for work in works)
+    assert stats.flops == sum(COST.all_flops(work) for work in works)
+    assert stats.bound_s == pytest.approx(sum(BoundedRunner.roofline.seconds(work) for work in works))
+    assert stats.roofline_share == pytest.approx(stats.bound_s / max(stats.run_s, stats.device_s))
+
+
+def test_a_runner_without_a_roofline_has_no_share() -> None:
+    stats = run_four(FakeRunner())
+    assert (stats.bytes, stats.flops, stats.bound_s, stats.roofline_share) == (0, 0, 0, None)
+    assert roofline_share([]) is None
+
+
+def test_shares_of_engines_add_up() -> None:
+    one = replace(run_four(FakeRunner()), bound_s=1.0, run_s=2.0, device_s=1.5)
+    ahead = replace(one, bound_s=3.0, run_s=0.5, device_s=6.0)  # the device worked while the host did
+    assert roofline_share([one, ahead]) == (1 + 3) / (2 + 6)

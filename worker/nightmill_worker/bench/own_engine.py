@@ -58,6 +58,7 @@ class OwnEngine:
                 "host_ms_per_step": round(
                     1e3 * (stats.plan_s + stats.build_s + stats.commit_s) / max(1, stats.steps), 3
                 ),
+                **({} if stats.roofline_share is None else {"roofline_share": round(stats.roofline_share, 4)}),
             },
         )
 

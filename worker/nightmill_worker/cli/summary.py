@@ -28,7 +28,10 @@ def _lines(job: JobInfo, s: RunSummary) -> list[tuple[str, str]]:
     )
     if s.steps:
         lines.append(("steps", f"{s.steps:,}, mean batch {s.mean_batch:.1f}"))
-        lines.append(("speed", f"{s.generated_per_s:,.0f} tokens/s generated"))
+        share = (
+            "" if s.roofline_share is None else f", steps at {100 * s.roofline_share:.0f} % of the device's roofline"
+        )
+        lines.append(("speed", f"{s.generated_per_s:,.0f} tokens/s generated{share}"))
     lines.append(("time", f"{s.seconds:.1f} s, peak memory {s.peak_rss_bytes / 2**20:,.0f} MiB"))
     lines.append(("output", s.output))
     return lines

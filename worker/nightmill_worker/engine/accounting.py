@@ -7,6 +7,7 @@ from nightmill_worker.engine.fairness import TierShares
 from nightmill_worker.engine.groups import tokens_saved
 from nightmill_worker.engine.ledger import Ledger
 from nightmill_worker.engine.page_pool import PagePool
+from nightmill_worker.engine.roofline import Roofline, step_work
 from nightmill_worker.engine.running_table import ORDER_BITS, Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule
 from nightmill_worker.engine.stats import Counters
@@ -20,6 +21,7 @@ class Accounting:
     Args:
         shares: None under the static policy, which knows no tiers.
         bytes_per_token: Of KV.
+        roofline: Of the runner; None where it was not measured.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Accounting:
         ledger: Ledger,
         shares: TierShares | None,
         bytes_per_token: int,
+        roofline: Roofline | None = None,
     ) -> None:
         self._table = table
         self._pool = pool
@@ -39,6 +42,7 @@ class Accounting:
         self._ledger = ledger
         self._shares = shares
         self._bytes_per_token = bytes_per_token
+        self._roofline = roofline
 
     def begin(self, schedule: Schedule, plan: StepPlan, *, is_ahead: bool = False) -> Rows | None:
         """A step, before the table is advanced for it: how many tokens of each row are computed again; None: none.
@@ -50,6 +54,8 @@ class Accounting:
         if plan.groups is not None:
             counters.shared_attention_rows += len(plan.groups.sequences)
             counters.shared_attention_bytes += tokens_saved(plan.groups, self._pool.page_size) * self._bytes_per_token
+        if self._roofline is not None:
+            self._bound(self._roofline, plan)
         if self._shares is not None:
             self._account(self._shares, schedule, is_ahead)
         if not counters.preemptions:
@@ -77,6 +83,13 @@ class Accounting:
             counters.recomputed_tokens += int(again.sum())
         entry = self._table.entry
         self._ledger.book(entry[rows], counts, again, entry[drawing])
+
+    def _bound(self, roofline: Roofline, plan: StepPlan) -> None:
+        cost, counters = roofline.cost, self._counters
+        work = step_work(plan, cost.windows, self._pool.page_size)
+        counters.bytes += cost.all_bytes(work)
+        counters.flops += cost.all_flops(work)
+        counters.bound_s += roofline.seconds(work)
 
     def _account(self, shares: TierShares, schedule: Schedule, is_ahead: bool) -> None:
         """By tier: one that is below its share is not taken from."""

@@ -26,6 +26,7 @@ from nightmill_worker.engine.preemption import Preemption, PreemptionCause, Pree
 from nightmill_worker.engine.prefix_index import PrefixIndex
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.residency import Residency
+from nightmill_worker.engine.roofline import HasRoofline
 from nightmill_worker.engine.run_ahead import AheadStepper
 from nightmill_worker.engine.running_table import Rows, RunningTable
 from nightmill_worker.engine.scheduler import Schedule, Scheduler
@@ -273,6 +274,9 @@ class EngineLoop:
             run_s=c.run_s,
             device_s=c.device_s,
             commit_s=c.commit_s,
+            bound_s=c.bound_s,
+            bytes=c.bytes,
+            flops=c.flops,
             wall_ns=self.ledger.wall_ns,
             idle_ns=self.ledger.idle_ns,
             work=self._work() if with_work else None,
@@ -328,6 +332,7 @@ class EngineLoop:
                 self.ledger,
                 None if is_static else self.shares,
                 runner.pool.bytes_per_token,
+                runner.roofline if isinstance(runner, HasRoofline) else None,
             ),
             cost=self.preemption_cost,
             counters=self.counters,

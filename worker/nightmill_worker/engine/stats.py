@@ -1,5 +1,6 @@
 """What the engine has done and how it stands. docs/metrics.md lists every field."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nightmill.states import Tier
@@ -35,6 +36,9 @@ class Counters:
     wait_s: float = 0.0
     run_s: float = 0.0
     device_s: float = 0.0
+    bound_s: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
     commit_s: float = 0.0
 
 
@@ -107,11 +111,27 @@ class EngineStats:
     run_s: float  # in the runner: the device and the draws; of steps that run ahead, what the host waits for
     device_s: float  # what the runner says the device took; where it does not say, from a step's begin to its end
     commit_s: float  # host time: tokens, stops, pages
+    bound_s: float  # the least the device could have taken, by its measured ceilings; 0 where they were not measured
+    bytes: float  # of weights and KV that steps had to read and write, each once
+    flops: float  # that they had to compute
     wall_ns: int  # since the loop was made
     idle_ns: int  # of those, without work
     work: tuple[WorkStats, ...] | None = None  # by job and tier; None: not asked for
 
     @property
+    def roofline_share(self) -> float | None:
+        """How near the steps came to the least they could take: 1 is the roofline. None: it was not measured."""
+        return roofline_share([self])
+
+    @property
     def tokens_per_step(self) -> float:
         """Computed tokens."""
         return self.computed_tokens / self.steps if self.steps else 0.0
+
+
+def roofline_share(stats: Sequence[EngineStats]) -> float | None:
+    """Of several engines, one after the other; see EngineStats.roofline_share."""
+    # Where steps run ahead, the host waits for less than the device takes; elsewhere a runner may name less than that.
+    spent = sum(max(one.run_s, one.device_s) for one in stats)
+    bound = sum(one.bound_s for one in stats)
+    return bound / spent if spent and bound else None
