@@ -245,12 +245,12 @@ def _attend(
     # Read again: kept through the loop they would cost it registers. The rows of an item are alike: whole or parts.
     row_start = tl.load(item, volatile=True)
     first_row = rows + row_start * 4
+    lane = tl.arange(0, BLOCK_M) + tl.load(item + 7, volatile=True)
+    head = kv_head * GROUP + lane % GROUP
     if ONE_ROW:
         entry = first_row + lane * 0
         stored = lane < GROUP
     else:
-        lane = tl.arange(0, BLOCK_M) + tl.load(item + 7, volatile=True)
-        head = kv_head * GROUP + lane % GROUP
         entry = first_row + lane // GROUP * 4
         stored = lane // GROUP < tl.load(item + 1, volatile=True)
     if tl.load(first_row + 2, volatile=True) < 0:
