@@ -26,7 +26,7 @@ SECTIONS = (
         name="attention",
         module="bench.gpu.sections.kernels",
         what="decode attention against copy bandwidth, and the other kernels",
-        limit_s=70,
+        limit_s=90,
         relies_on=("ops",),
     ),
     Section(name="parity", module="bench.gpu.sections.parity", what="the same answers as transformers", limit_s=80),
@@ -58,6 +58,7 @@ SECTIONS = (
         limit_s=50,
         relies_on=("parity",),
     ),
+    Section(name="sweep", module="bench.gpu.sections.sweep", what="other launches of decode attention", limit_s=80),
 )
 
 
