@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -106,12 +107,12 @@ def schedule_past_a_known_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def name_the_wrong_draw(patch: pytest.MonkeyPatch) -> None:
-    """Unknown tokens are looked for in the draws by the row's place in the step, not in its draws."""
+    """Each row goes on with the token of the row before it."""
     mark = AheadStepper._mark
 
-    def careless(self: AheadStepper, frame: Frame, *rest: Any) -> None:
-        mark(self, frame, *rest)
-        self._parts.table.draw_index[frame.drawing] = frame.draws % max(1, len(frame.drawing))
+    def careless(self: AheadStepper, frame: Frame) -> None:
+        mark(self, frame)
+        self._parts.table.draw_index[frame.drawing] = np.roll(np.arange(len(frame.drawing)), 1)
 
     patch.setattr(AheadStepper, "_mark", careless)
 
@@ -120,8 +121,8 @@ def publish_before_collect(patch: pytest.MonkeyPatch) -> None:
     """The pages that a step is to fill are published when it is submitted."""
     mark = AheadStepper._mark
 
-    def hasty(self: AheadStepper, frame: Frame, *rest: Any) -> None:
-        mark(self, frame, *rest)
+    def hasty(self: AheadStepper, frame: Frame) -> None:
+        mark(self, frame)
         self._parts.residency.publish(frame.rows, frame.num_computed)
 
     patch.setattr(AheadStepper, "_mark", hasty)
@@ -129,7 +130,7 @@ def publish_before_collect(patch: pytest.MonkeyPatch) -> None:
 
 def accept_a_stale_epoch(patch: pytest.MonkeyPatch) -> None:
     """What was drawn for a sequence that has ended goes to whoever has its row now."""
-    patch.setattr(Frame, "still_there", lambda self, table, output: (self, output))
+    patch.setattr(Frame, "still_there", lambda self, epochs, table, output: (self, output))
 
 
 def answer_with_what_is_not_known(patch: pytest.MonkeyPatch) -> None:

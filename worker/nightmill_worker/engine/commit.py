@@ -9,7 +9,6 @@ import numpy as np
 
 from nightmill_worker.engine.request import FinishReason
 from nightmill_worker.engine.running_table import Rows, RunningTable
-from nightmill_worker.engine.scheduler import Schedule
 from nightmill_worker.engine.step import StepOutput
 
 
@@ -23,11 +22,10 @@ class Ending:
     error: str | None = None
 
 
-def advance(table: RunningTable, schedule: Schedule, drawing: Rows) -> None:
+def advance(table: RunningTable, rows: Rows, counts: Rows, drawing: Rows) -> None:
     """Count what a step computes, and a token for each row that draws one; which token is not known yet."""
-    computed = schedule.rows[: schedule.num_real]
-    table.num_computed[computed] += schedule.counts[: schedule.num_real]
-    _cross_holes(table, computed)
+    table.num_computed[rows] += counts
+    _cross_holes(table, rows)
     table.num_tokens[drawing] += 1
 
 

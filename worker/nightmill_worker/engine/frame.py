@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nightmill_worker.engine.running_table import Rows, RunningTable
-from nightmill_worker.engine.scheduler import Schedule
-from nightmill_worker.engine.step import StepOutput, StepPlan
+from nightmill_worker.engine.step import StepOutput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made in each step, and freezing doubles what that costs
 class Frame:
     """Rows of a step, without padding, as they were when the table was advanced for it."""
 
@@ -23,28 +22,13 @@ class Frame:
     drawing: Rows  # [R] the same rows
     positions: Rows  # [R] place of the drawn token in its sequence
     num_void: int  # tokens computed for rows that have ended
-    epochs: Rows  # [S] of the rows: another one means another sequence, or none
 
-    @classmethod
-    def of(cls, table: RunningTable, schedule: Schedule, plan: StepPlan, again: Rows | None) -> "Frame":
-        """Right after the table was advanced."""
-        rows, draws = schedule.rows[: schedule.num_real], plan.sample.sequence
-        return cls(
-            step=plan.step,
-            rows=rows,
-            counts=schedule.counts[: schedule.num_real],
-            again=again,
-            num_computed=table.num_computed[rows],
-            draws=draws,
-            drawing=rows[draws],
-            positions=plan.sample.position,
-            num_void=schedule.num_padding,
-            epochs=table.epoch[rows],
-        )
+    def still_there(self, epochs: Rows, table: RunningTable, output: StepOutput) -> "tuple[Frame, StepOutput]":
+        """Without the rows whose sequence has ended since: what they computed and drew is nobody's.
 
-    def still_there(self, table: RunningTable, output: StepOutput) -> "tuple[Frame, StepOutput]":
-        """Without the rows whose sequence has ended since: what they computed and drew is nobody's."""
-        is_there = table.epoch[self.rows] == self.epochs
+        `epochs`: [S] of the rows when the step was submitted; another one now means another sequence, or none.
+        """
+        is_there = table.epoch[self.rows] == epochs
         if is_there.all():
             return self, output
         index = (np.cumsum(is_there) - 1).astype(np.int32)
@@ -60,7 +44,6 @@ class Frame:
             drawing=self.drawing[kept],
             positions=self.positions[kept],
             num_void=self.num_void + int(self.counts[~is_there].sum()),
-            epochs=self.epochs[is_there],
         )
         return frame, replace(
             output,

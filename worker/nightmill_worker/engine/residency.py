@@ -43,6 +43,11 @@ class Residency:
         return self._pool.num_free + self._pool.num_cached
 
     @property
+    def num_in_flight(self) -> int:
+        """Pages that nobody holds any more, and that are free when the steps in flight have ended."""
+        return self._pool.num_in_flight
+
+    @property
     def num_pages(self) -> int:
         """Pages of the pool, the null page left out."""
         return self._pool.num_usable

@@ -16,9 +16,12 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from nightmill_worker.engine.frame import Frame
+from nightmill_worker.engine.running_table import Rows
 from nightmill_worker.engine.scheduler import Schedule
-from nightmill_worker.engine.step import Runner, RunsAhead, StepPlan
+from nightmill_worker.engine.step import Runner, RunsAhead
 from nightmill_worker.engine.stepper import StepParts, Stepper
 
 _MAX_IN_FLIGHT = 2
@@ -27,6 +30,7 @@ _MAX_IN_FLIGHT = 2
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     frame: Frame
+    epochs: Rows  # [S] of its rows
     num_tokens: int  # padding included
     num_sequences: int
     at: float  # when the device could begin, by time.perf_counter
@@ -76,17 +80,18 @@ class AheadStepper(Stepper):
         self._ahead.submit(plan)
         submitted = time.perf_counter()
         frame = self._begin(schedule, plan)
-        self._mark(frame, plan)
-        self._in_flight.append(_Submitted(frame, plan.num_tokens, plan.num_sequences, planned))
+        self._mark(frame)
+        epochs = parts.table.epoch[frame.rows]
+        self._in_flight.append(_Submitted(frame, epochs, plan.num_tokens, plan.num_sequences, planned))
         counters.build_s += planned - decided + (time.perf_counter() - submitted)
         counters.run_s += submitted - planned
         counters.steps_ahead += is_ahead
 
-    def _mark(self, frame: Frame, plan: StepPlan) -> None:
+    def _mark(self, frame: Frame) -> None:
         table, drawing = self._parts.table, frame.drawing
         table.last_step[frame.rows] = frame.step
         table.num_pending[drawing] += 1
-        table.draw_index[drawing] = range(len(drawing))
+        table.draw_index[drawing] = np.arange(len(drawing))
 
     def _collect(self) -> bool:
         parts, counters = self._parts, self._parts.counters
@@ -100,7 +105,7 @@ class AheadStepper(Stepper):
         self._collected_at = ended
         parts.cost.observe(step.num_tokens, step.num_sequences, seconds)
         parts.residency.fences.land(step.frame.step)
-        frame, output = step.frame.still_there(parts.table, output)
+        frame, output = step.frame.still_there(step.epochs, parts.table, output)
         parts.table.num_pending[frame.drawing] -= 1
         self._finish(frame, output)
         counters.run_s += ended - began

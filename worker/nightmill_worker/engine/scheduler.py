@@ -155,8 +155,9 @@ class Scheduler:
 
         Only by swap: the copies then have a step's time. Where recomputing is cheaper, need is early enough.
         """
+        coming = self._num_coming() if draft.is_ahead else 0
         for _ in range(max(1, self._table.num_used // _VICTIM_DIVISOR)):
-            missing = self._needed_next(draft.decodes) - self._residency.num_available
+            missing = self._needed_next(draft.decodes) - self._residency.num_available - coming
             if missing <= 0:
                 return
             row = self._victims.for_memory(missing, is_urgent=False)
@@ -164,6 +165,12 @@ class Scheduler:
                 return
             draft.must_be_certain()
             self._take_for_memory(draft, row)
+
+    def _num_coming(self) -> int:
+        """Pages that come free with the step in flight for certain."""
+        table, rows = self._table, self._table.rows()
+        ending = rows[table.num_tokens[rows] >= table.max_total[rows]]
+        return self._residency.num_in_flight + self._victims.num_own_pages(ending)
 
     def _needed_next(self, decodes: Rows) -> int:
         """Pages that decodes start in the next step, less those that come free in this one for certain."""

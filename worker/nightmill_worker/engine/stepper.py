@@ -89,10 +89,22 @@ class Stepper:
 
     def _begin(self, schedule: Schedule, plan: StepPlan) -> Frame:
         """Count a step, before its tokens are known."""
-        table = self._parts.table
+        table, draws = self._parts.table, plan.sample.sequence
         again = self._parts.accounting.begin(schedule, plan, is_ahead=self.num_in_flight > 0)
-        advance(table, schedule, schedule.rows[plan.sample.sequence])
-        return Frame.of(table, schedule, plan, again)
+        rows, counts = schedule.rows[: schedule.num_real], schedule.counts[: schedule.num_real]
+        drawing = rows[draws]
+        advance(table, rows, counts, drawing)
+        return Frame(
+            step=plan.step,
+            rows=rows,
+            counts=counts,
+            again=again,
+            num_computed=table.num_computed[rows],
+            draws=draws,
+            drawing=drawing,
+            positions=plan.sample.position,
+            num_void=schedule.num_padding,
+        )
 
     def _finish(self, frame: Frame, output: StepOutput) -> None:
         """Its tokens are here."""
