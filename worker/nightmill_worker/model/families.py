@@ -201,6 +201,8 @@ def _windows(hf: Any, base: ModelConfig) -> list[int | None]:
 
 def _activation(hf: Any, architecture: str) -> Activation:
     name = getattr(hf, "hidden_activation", None) or hf.hidden_act
+    if name == "gelu" and architecture == "GemmaForCausalLM":
+        name = "gelu_pytorch_tanh"  # what Gemma's first files mean by it; older transformers leave that to us
     if name not in _ACTIVATIONS:
         raise ModelError(
             f"{architecture} with activation {name!r} is not supported", hint=f"Supported: {', '.join(_ACTIVATIONS)}."
