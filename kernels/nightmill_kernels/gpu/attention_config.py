@@ -25,7 +25,7 @@ def choose_config(*, head_dim: int, itemsize: int, has_wide: bool) -> AttentionC
     """The launch for a head size and elements of 2 bytes (bf16, fp16) or 4; reasons in docs/kernels.md."""
     row_bytes = padded_dim(head_dim) * itemsize
     if row_bytes <= 128:
-        return AttentionConfig(block_n=64, num_warps=4, num_stages=4, programs_per_sm=2 if has_wide else 4)
+        return AttentionConfig(block_n=64, num_warps=4, num_stages=4, programs_per_sm=3 if has_wide else 4)
     if row_bytes <= 256:
         return AttentionConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2 if has_wide else 3)
     if row_bytes <= 512:
