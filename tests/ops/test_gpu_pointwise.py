@@ -48,8 +48,10 @@ def test_rms_norm(device, gpu_dtype, size, offset):
     assert rms_norm(x, weight, 1e-5, weight_offset=offset, out=out) is out
     assert_close(out, norm_oracle(x, weight, offset))
     assert torch.equal(rms_norm(x, weight, 1e-5, weight_offset=offset), out)
+    # Rows of x are not aligned to 16 bytes, those of out may be: another build, which adds up in another order.
+    want = norm_oracle(x, weight, offset)
     rms_norm(x, weight, 1e-5, weight_offset=offset, out=x)
-    assert torch.equal(x, out)
+    assert_close(x, want)
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (1, 256), pytest.param(5, 80, marks=pytest.mark.device)])

@@ -137,9 +137,9 @@ def test_no_rotation(triton_only, device, gpu_dtype, with_norms):
     q, k, _ = (x.clone() for x in case.parts())
     shared = (case.norms, case.positions, None, gpu_dtype)
     weights = (case.norms.q, case.norms.k) if with_norms else (None, None)
-    assert_close(case.run(), *oracle(q, weights[0], *shared), False)
+    assert_close(case.run(), *oracle(q, weights[0], *shared), with_norms)
     want, size = (x[[slot >= 0 for slot in SLOTS]] for x in oracle(k, weights[1], *shared))
-    assert_close(stored(case, 0), want, size, False)
+    assert_close(stored(case, 0), want, size, with_norms)
 
 
 @pytest.mark.device
