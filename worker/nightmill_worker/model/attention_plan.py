@@ -75,7 +75,8 @@ class AttentionPlanner:
                 staging.put(work.rows),
                 staging.put(work.merges),
                 has_wide=work.has_wide,
-                num_programs=min(self._programs[work.has_wide], work.num_items * self._kv_heads),
+                # One piece a program: tiles differ in length, and the hardware hands them out as programs end.
+                num_programs=work.num_items * self._kv_heads,
             )
             for window, work in lists.items()
         }
