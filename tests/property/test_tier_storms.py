@@ -13,9 +13,9 @@ from nightmill_worker.engine.sequence import Sequence
 from nightmill_worker.engine.victims import VictimChooser
 
 
-def run_storms(seeds: range) -> None:
+def run_storms(seeds: range, *, ahead: bool = False) -> None:
     for seed in seeds:
-        TierStorm(seed).run()
+        TierStorm(seed, ahead=ahead).run()
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
@@ -23,10 +23,16 @@ def test_tier_storms(first):
     run_storms(range(first, first + 10))
 
 
+@pytest.mark.parametrize("first", [2000, 2010])
+def test_tier_storms_over_steps_that_overlap(first):
+    run_storms(range(first, first + 10), ahead=True)
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("first", range(0, 1000, 100))
-def test_a_thousand_tier_storms(first):
-    run_storms(range(first, first + 100))
+def test_a_thousand_tier_storms(first, ahead):
+    run_storms(range(first, first + 100), ahead=ahead)
 
 
 def strict_tiers(patch: pytest.MonkeyPatch) -> None:

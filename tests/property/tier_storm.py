@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -66,16 +67,18 @@ class StormWatch:
         if request.tier is _HIGH and not others:
             self._first_of_high.add(request.request_id)
 
-    def _on_schedule(self) -> Any:
+    def _on_schedule(self, *, ahead: bool = False) -> Any:
         self._num_taken_now = 0
         waiting = self._loop.queue.head(_HIGH.rank)
         was_known = waiting is not None and self.arrived_at[waiting.request.request_id] <= self.steps
         starving = [tier for tier in (Tier.NORMAL, Tier.LOW) if self._loop.shares.is_starving(tier)]
-        schedule = self._schedule()
+        schedule = self._schedule(ahead=ahead)
         for request_id in self._loop.scheduler._started:
             tier = self._drill._requests[request_id].tier
             met = "alone" if request_id in self._first_of_high else "others"
             self.waits.setdefault(f"{tier.value}, {met}", []).append(self.steps - self.arrived_at[request_id])
+        if ahead and not len(schedule.rows):
+            return schedule  # it is decided when the step in flight has ended
         if was_known and not starving and not self._num_taken_now and schedule.outgrown is None:
             self._check_nobody_could_give_high_a_slot(waiting, sum(schedule.counts.tolist()))
         self.steps += 1
@@ -144,9 +147,10 @@ class TierStorm:
         EngineError: from `run`, when an invariant breaks.
     """
 
-    def __init__(self, seed: int, *, num_requests: int | None = None) -> None:
+    def __init__(self, seed: int, *, num_requests: int | None = None, ahead: bool = False) -> None:
+        """`ahead`: steps overlap."""
         self._rng = rng = random.Random(seed)
-        self.options = self._draw_options()
+        self.options = replace(self._draw_options(), async_scheduling=ahead)
         page_size = rng.choice([2, 4, 4, 8])
         tokens = rng.choice([100, 200, 400, 1500])
         config = FakeRunnerConfig(
@@ -155,6 +159,7 @@ class TierStorm:
             vocab_size=VOCAB,
             fail_token=FAIL_TOKEN,
             num_host_pages=rng.choice([0, 8, tokens // page_size]),
+            device_seed=seed if ahead else None,
         )
         self.drill = Drill(config, self.options, _letters)
         self.watch = StormWatch(self.drill)
@@ -260,13 +265,14 @@ def _require(holds: bool, what: str) -> None:
 @click.option("--storms", type=int, default=1000, show_default=True)
 @click.option("--steps", type=int, default=0, help="Go on until so many steps have run.")
 @click.option("--first-seed", type=int, default=0)
-def main(storms: int, steps: int, first_seed: int) -> None:
+@click.option("--ahead", is_flag=True, help="Steps overlap.")
+def main(storms: int, steps: int, first_seed: int, ahead: bool) -> None:
     """Run storms and say what was seen."""
     started, num_steps, count = time.process_time(), 0, 0
     totals: Counter[str] = Counter()
     waits: dict[str, list[int]] = {}
     while count < storms or num_steps < steps:
-        storm = TierStorm(first_seed + count)
+        storm = TierStorm(first_seed + count, ahead=ahead)
         try:
             num_steps += storm.run()
         except Exception:  # whatever it is: say which storm it was, and fail

@@ -138,6 +138,8 @@ class GrowthGate:
         self._refcount = pool.refcount.copy()
         self._lender_end = {}
         rows = table.rows()
+        # Whose last token is being drawn is gone when the step that is decided here begins.
+        rows = rows[table.num_tokens[rows] < table.max_total[rows]]
         own = table.num_tokens[rows].copy()
         num_shared = 0
         if self._options.enable_prefix_caching:
