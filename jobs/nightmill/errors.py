@@ -138,6 +138,8 @@ class RowErrorCode(StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     ENGINE_ERROR = "engine_error"
     QUARANTINED = "quarantined"
+    SOURCE_CHANGED = "source_changed"  # the input was overwritten after the job was planned
+    SOURCE_MISSING = "source_missing"  # the input is gone, or cannot be read any more
     BATCH_CANCELLED = "batch_cancelled"
     BATCH_EXPIRED = "batch_expired"
 

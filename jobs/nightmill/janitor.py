@@ -18,7 +18,7 @@ from nightmill.broker import Broker
 from nightmill.closing import close_shard, end_job, side_by_side
 from nightmill.config import Settings
 from nightmill.errors import BrokerError, NightmillError, StoreError
-from nightmill.output.closer import PartCloser, finalize
+from nightmill.output.closer import GIVE_UP_AFTER, PartCloser, finalize
 from nightmill.relay import relay
 from nightmill.states import ShardState
 from nightmill.store import Store
@@ -171,7 +171,9 @@ class Janitor:
             if job_id in troubles:
                 return False  # one is enough: it will be tried again
             try:
-                return close_shard(self._store, self._worker_id, closer.close, shard_id, reason)
+                gives_up = self._has_failed(job_id, GIVE_UP_AFTER)
+                write = partial(closer.close, gives_up=gives_up)
+                return close_shard(self._store, self._worker_id, write, shard_id, reason)
             except StoreError:
                 raise
             except Exception as error:  # noqa: BLE001 - one job's trouble is not the next one's
@@ -209,6 +211,10 @@ class Janitor:
         except Exception as error:  # noqa: BLE001 - as above
             return error
 
+    def _has_failed(self, job_id: str, times: int) -> bool:
+        pause = self._pauses.get(job_id)
+        return pause is not None and pause.count >= times
+
     def _is_paused(self, job_id: str) -> bool:
         pause = self._pauses.get(job_id)
         return pause is not None and time.monotonic() < pause.until
@@ -241,8 +247,9 @@ class Janitor:
 class _Pause:
     length_s: float
     until: float
+    count: int  # failures in a row
 
     @classmethod
     def after(cls, last: "_Pause | None") -> "_Pause":
         length_s = _PAUSE_S if last is None else min(2 * last.length_s, _MAX_PAUSE_S)
-        return cls(length_s, time.monotonic() + length_s)
+        return cls(length_s, time.monotonic() + length_s, 1 if last is None else last.count + 1)

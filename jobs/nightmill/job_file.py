@@ -18,6 +18,7 @@ class JobFile:
     model_digest: str | None
     shard_rows: int  # parts are named by shard: a job planned anew must be cut the same
     sources: tuple[SourceFile, ...]
+    source_schema: str | None = None  # of all sources together: rows.schema.encode_schema
 
 
 def job_file_uri(output: str) -> str:

@@ -27,7 +27,7 @@ from sqlalchemy import (
 
 from nightmill.states import TERMINAL_SHARD, JobStatus, ShardState, Tier
 
-REVISION = "0002"
+REVISION = "0003"
 """The migration that ends at these tables. Compared at start, so that alembic is imported only to change something."""
 
 
@@ -80,6 +80,8 @@ jobs = Table(
     Column("idempotency_key", Text),
     Column("max_failures", Integer, nullable=False),
     Column("generation", Integer, nullable=False, server_default="0"),  # how often it was retried
+    Column("source_schema", Text),  # Arrow, base64: of all inputs together, as planned; NULL: a job from before
+    Column("num_refusals", Integer, nullable=False, server_default="0"),  # workers that could not load its model
     Column("error_code", String(64)),  # set while still in_progress: the job is failing, shards are being closed
     Column("error_message", Text),
     Column("created_at", UtcDateTime, nullable=False),
@@ -146,7 +148,8 @@ shards = Table(
     Column("part_bytes", BigInteger),
     Column("part_etag", Text),
     # The bell.
-    Column("rung_at", UtcDateTime),  # last time a message for it was put into the outbox
+    # Last time a message for it was put into the outbox; later by the pause that its rings in vain have earned it.
+    Column("rung_at", UtcDateTime),
     Column("num_rings", Integer, nullable=False, server_default="0"),  # in vain, since it became available
     CheckConstraint(one_of("state", ShardState), "state"),
     CheckConstraint(f"close_as IS NULL OR {one_of('close_as', TERMINAL_SHARD - {ShardState.COMMITTED})}", "close_as"),
@@ -167,6 +170,7 @@ shards = Table(
     # A heartbeat changes no indexed column: PostgreSQL then writes the row and no index (HOT).
     Index("ix_shards_available", "job_id", "shard_index", **_where("state = 'available'")),
     Index("ix_shards_leased", "job_id", **_where("state = 'leased'")),
+    Index("ix_shards_rung", "job_id", "rung_at", **_where("state = 'available'")),
     Index("ix_shards_failing", "job_id", **_where("state = 'available' AND num_failures > 0")),
     postgresql_with={"fillfactor": 70},  # room in each page for the next versions of its rows
 )

@@ -18,7 +18,7 @@ def submit_and_ring(store: Store, settings: Settings, spec: JobSpec, options: Jo
         ValidationError: the input does not fit, or output or key belong to another job; nothing was submitted.
     """
     spec = replace(spec, model=replace(spec.model, model=absolute_model(spec.model.model)))
-    job = submit_job(store, spec, options, check=lambda spec, _: plan_input(spec))
+    job = submit_job(store, spec, options, check=lambda spec, _: plan_input(spec).source_schema)
     return job, ring(store, settings)
 
 

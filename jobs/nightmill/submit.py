@@ -2,22 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from nightmill.errors import NotFoundError, OutputOccupiedError, SpecMismatchError
 from nightmill.failpoint import failpoint
 from nightmill.job_file import JobFile, create_job_file, job_file_uri, read_job_file
 from nightmill.job_id import new_job_id
 from nightmill.records import JobInfo, JobOptions, JobSpec, SourceFile
+from nightmill.rows.schema import encode_schema
 from nightmill.sharding import list_sources, plan_shards
 from nightmill.spec import diff_sources, diff_specs, spec_digest
 from nightmill.states import TERMINAL_JOB
 from nightmill.storage import Storage, absolute, open_storage
 from nightmill.store import Store
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 __all__ = ["Check", "absolute_spec", "diff_specs", "new_job_id", "spec_digest", "submit_job"]
 
-Check = Callable[[JobSpec, Sequence[SourceFile]], object]
-"""Looks at the input before anything is written; raises ValidationError to refuse it."""
+Check = Callable[[JobSpec, Sequence[SourceFile]], "pa.Schema | None"]
+"""Looks at the input before anything is written; raises ValidationError to refuse it. Returns the schema of all files
+together, so that the job can end whatever becomes of them; None: whoever needs it reads all their footers."""
 
 
 def submit_job(
@@ -107,13 +113,13 @@ def _from_store(store: Store, output: str, files: Sequence[str]) -> JobFile | No
         model_digest=known.model_digest,
         shard_rows=known.options.shard_rows,
         sources=tuple(store.sources(known.job_id)),
+        source_schema=store.source_schema(known.job_id),
     )
 
 
 def _plan(spec: JobSpec, options: JobOptions, model_digest: str | None, check: Check | None) -> JobFile:
     sources = list_sources(spec.inputs, output=spec.output)
-    if check is not None:
-        check(spec, sources)
+    schema = None if check is None else check(spec, sources)
     return JobFile(
         job_id=new_job_id(),
         spec_digest=spec_digest(spec),
@@ -121,6 +127,7 @@ def _plan(spec: JobSpec, options: JobOptions, model_digest: str | None, check: C
         model_digest=model_digest,
         shard_rows=options.shard_rows,
         sources=sources,
+        source_schema=None if schema is None else encode_schema(schema),
     )
 
 
@@ -134,6 +141,7 @@ def _insert(store: Store, job_file: JobFile, options: JobOptions) -> JobInfo:
         job_file.sources,
         plan_shards(job_file.sources, job_file.shard_rows),
         model_digest=job_file.model_digest,
+        source_schema=job_file.source_schema,
     )
     if info.job_id != job_file.job_id:
         raise OutputOccupiedError(

@@ -669,3 +669,39 @@ def test_the_lock_of_the_janitor_can_be_had_again(store: Store) -> None:
     for _ in range(3):
         with store.janitor_lock() as granted:
             assert granted
+
+
+def test_an_input_is_given_up_when_its_shards_have_failed_too_often_together(store: Store) -> None:
+    job = make_job(store, 4)
+    other = make_job(store, 2, output="/other")
+    source_file = "in"
+    for turn in range(job.options.max_failures):
+        assert store.give_up_source(job.job_id, source_file) == 0
+        lease = store.claim(store.available_shards(10, job.job_id)[turn % 3], "w")
+        assert lease is not None
+        source_file = lease.range.source_file
+        store.release(lease, failed=True, progressed=False)
+    assert store.give_up_source(job.job_id, "another file") == 0
+    assert store.give_up_source(job.job_id, source_file) == 4
+    assert store.give_up_source(job.job_id, source_file) == 0
+    assert store.available_shards(10, job.job_id) == []
+    assert [reason for _, reason in store.due_for_closing(10)] == [ShardState.DISCARDED] * 4
+    assert len(store.available_shards(10, other.job_id)) == 2
+
+
+def test_a_model_that_is_refused_fails_a_job_only_before_anybody_has_begun_it(store: Store) -> None:
+    waiting, begun = make_job(store, 1).job_id, make_job(store, 2, output="/other").job_id
+    assert store.claim(store.available_shards(1, begun)[0], "w") is not None
+    refused = [store.refuse_model(waiting, 3, "model_unavailable", f"try {i}") for i in range(4)]
+    assert refused == [False, False, True, False]
+    assert store.job(waiting).error_message == "try 2"
+    assert not any(store.refuse_model(begun, 1, "model_unavailable", "no") for _ in range(4))
+    assert store.job(begun).error_code is None
+
+
+def test_what_was_planned_of_the_inputs_is_kept(store: Store) -> None:
+    assert store.source_schema(make_job(store, 1).job_id) is None
+    source = SourceFile(uri="in", num_rows=10, size_bytes=1)
+    ranges = make_ranges(1)
+    store.create_job("job-s", make_spec(), "digest", JobOptions(), [source], ranges, source_schema="c2NoZW1h")
+    assert store.source_schema("job-s") == "c2NoZW1h"

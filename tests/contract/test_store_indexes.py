@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import event, text
 from tests.contract.store_jobs import PAST, claim_first, make_job
 
+from nightmill.states import Tier
 from nightmill.store import Store
 
 LOOKS: dict[str, Callable[[Store, str], object]] = {
@@ -19,6 +20,7 @@ LOOKS: dict[str, Callable[[Store, str], object]] = {
     "begin_finalize": lambda store, job_id: store.begin_finalize(job_id),
     "expire_leases": lambda store, _: store.expire_leases(),
     "has_live_leases": lambda store, job_id: store.has_live_leases(job_id),
+    "ring_stale": lambda store, _: store.ring_stale(dict.fromkeys(Tier, 0), after_s=0.0, limit=10),
     "release_dead": lambda store, _: store.release_dead(["w1"]),
 }
 
@@ -32,6 +34,8 @@ def busy(store: Store) -> Store:
         claim_first(store)
     claim_first(store, "dead", PAST)
     store.expire_leases()
+    while store.relay_outbox(lambda rings: None, 1000):
+        pass
     store._database.write(lambda c: c.execute(text("ANALYZE")))
     return store
 
@@ -43,6 +47,13 @@ def test_a_look_does_not_read_the_table(busy: Store, look: str) -> None:
     read_whole = [plan for plan in plans if "Seq Scan on shards" in plan or "SCAN shards\n" in f"{plan}\n"]
     assert read_whole == []
     assert "ix_shards_" in "".join(plans)
+
+
+def test_who_is_due_for_a_ring_is_read_in_order_and_not_sorted(busy: Store) -> None:
+    plans = plans_of(busy, lambda: busy.ring_stale({Tier.NORMAL: 0}, after_s=0.0, limit=10))
+    looks = [plan for plan in plans if "ix_shards_rung" in plan]
+    assert looks
+    assert not [plan for plan in looks if "Sort" in plan or "TEMP B-TREE" in plan]
 
 
 def plans_of(store: Store, action: Callable[[], object]) -> list[str]:

@@ -1,10 +1,10 @@
 """Rings: owed in the transaction that frees a shard, sent at least once, repeated when nobody hears them."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Connection, select, update
 from tests.contract.store_jobs import PAST, claim_first, close_all, commit_all, make_job
 
 from nightmill.errors import BrokerError
@@ -12,6 +12,7 @@ from nightmill.records import Ring
 from nightmill.schema import shards
 from nightmill.states import ShardState, Tier
 from nightmill.store import Store
+from nightmill.store.outbox import MAX_DEPTH
 
 EMPTY = dict.fromkeys(Tier, 0)
 
@@ -46,10 +47,15 @@ def relay_all(store: Store, bell: Bell) -> list[int]:
     return bell.take()
 
 
-def age(store: Store, seconds: float, num_rings: int = 0) -> None:
-    """Let the last ring of every shard be so long ago."""
-    at = datetime.now(UTC) - timedelta(seconds=seconds)
-    store._database.write(lambda c: c.execute(update(shards).values(rung_at=at, num_rings=num_rings)))
+def age(store: Store, seconds: float) -> None:
+    """Let the time since the last ring of every shard be so much longer."""
+
+    def shift(connection: Connection) -> None:
+        for shard_id, at in connection.execute(select(shards.c.shard_id, shards.c.rung_at)).all():
+            earlier = update(shards).values(rung_at=at - timedelta(seconds=seconds))
+            connection.execute(earlier.where(shards.c.shard_id == shard_id))
+
+    store._database.write(shift)
 
 
 def test_a_job_rings_for_each_shard_in_order(store: Store, bell: Bell) -> None:
@@ -197,27 +203,46 @@ def test_each_ring_in_vain_doubles_the_time_up_to_an_hour(
 ) -> None:
     make_job(store, 1)
     relay_all(store, bell)
-    age(store, age_s, num_rings)
+    for _ in range(num_rings):
+        age(store, 3700)
+        assert store.ring_stale(EMPTY) == 1
+        relay_all(store, bell)
+    age(store, age_s)
     assert store.ring_stale(EMPTY) == int(again)
 
 
 def test_a_shard_that_comes_back_is_rung_again_soon(store: Store, bell: Bell) -> None:
     make_job(store, 1)
     relay_all(store, bell)
-    age(store, 10_000, num_rings=9)
+    for _ in range(9):
+        age(store, 10_000)
+        assert store.ring_stale(EMPTY) == 1
+        relay_all(store, bell)
     store.release(claim_first(store), failed=False, progressed=True)
     relay_all(store, bell)
     assert store.ring_stale(EMPTY, after_s=60) == 0
-    at = datetime.now(UTC) - timedelta(seconds=61)
-    store._database.write(lambda c: c.execute(update(shards).values(rung_at=at)))
+    age(store, 61)
     assert store.ring_stale(EMPTY, after_s=60) == 1
 
 
-def test_shards_of_an_older_store_were_never_rung_and_are_now(store: Store, bell: Bell) -> None:
+def test_behind_a_very_long_queue_nobody_is_rung_for(store: Store, bell: Bell) -> None:
     make_job(store, 2)
     relay_all(store, bell)
-    store._database.write(lambda c: c.execute(update(shards).values(rung_at=None)))
-    assert store.ring_stale(EMPTY) == 2
+    age(store, 10_000)
+    assert store.ring_stale({Tier.NORMAL: MAX_DEPTH + 1}) == 0
+    assert store.ring_stale({Tier.NORMAL: 1}) == 1
+
+
+def test_of_each_job_who_waited_longest_is_rung_for_first(store: Store, bell: Bell) -> None:
+    make_job(store, 4)
+    relay_all(store, bell)
+    ids = store.available_shards(10)
+    age(store, 200)
+    assert store.ring_stale(EMPTY, limit=2) == 2
+    relay_all(store, bell)
+    age(store, 200)
+    assert store.ring_stale(EMPTY, limit=2) == 2
+    assert relay_all(store, bell) == ids[2:]
 
 
 def test_what_must_be_closed_is_not_rung_for_as_stale(store: Store, bell: Bell) -> None:

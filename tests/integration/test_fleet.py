@@ -11,8 +11,11 @@ from tests.integration.fleet_bench import FleetBench, Worker, wait_until
 from tests.services.servers import RabbitmqBroker, S3Bucket
 
 from nightmill.broker import Broker
+from nightmill.output import CheckpointWriter, OutputFolder
+from nightmill.records import Completion, JobInfo
 from nightmill.ringing import ring
 from nightmill.states import JobStatus, ShardState, Tier
+from nightmill.storage import LocalStorage
 
 
 @pytest.fixture
@@ -113,12 +116,14 @@ def test_a_retry_runs_the_failed_rows_alone(fleet: FleetBench) -> None:
     assert (ended.rows.completed, ended.rows.failed) == (58, 2)
     fleet.check(ended, prompts, errors={7: "quarantined", 41: "quarantined"})
     poisoned.kill()
+    zombie_writes(job, row_index=41)
     fleet.start()
     assert fleet.store.reset_failed_rows(job.job_id) == 2
     ring(fleet.store, fleet.settings)
     (ended,) = fleet.wait(job)
     assert (ended.status, ended.rows.completed, ended.rows.failed) == (JobStatus.COMPLETED, 60, 0)
     fleet.check(ended, prompts)
+    assert not list((fleet.path / "in-out").glob("_nightmill/*/**/ckpt-*")), "the zombie's is removed, too"
     attempts = {row["n"]: row["attempts"] for row in fleet.rows(job)}
     assert {n for n, attempt in attempts.items() if attempt > 1} == {7, 41}
 
@@ -130,13 +135,35 @@ def test_a_worker_serves_its_model_or_the_one_that_waits(fleet: FleetBench) -> N
     fleet.check(done, 50)
     assert fleet.store.job(jobs[1].job_id).status is JobStatus.QUEUED
     picky.kill()
-    fleet.start({"refused_models": ["c"]})
+    unable = fleet.start({"refused_models": ["c"]})
     jobs += [fleet.submit("three", 50, model="a"), fleet.submit("four", 50, model="c")]
-    two, three, four = fleet.wait(*jobs[1:])
+    two, three = fleet.wait(*jobs[1:3])
     fleet.check(two, 50)
     fleet.check(three, 50)
-    assert (four.status, four.error_code) == (JobStatus.FAILED, "model_unavailable")
-    assert four.rows.cancelled == 50
+    unable.wait_for_log("its jobs are left to other workers")
+    fleet.start()
+    (four,) = fleet.wait(jobs[3])
+    fleet.check(four, 50)
+    assert unable.process.poll() is None
+
+
+@pytest.mark.long
+def test_a_model_that_no_worker_can_load_fails_its_job(fleet: FleetBench) -> None:
+    fleet.start({"refused_models": ["c"]})
+    (job,) = fleet.wait(fleet.submit("in", 50, model="c"))
+    assert (job.status, job.error_code, job.rows.cancelled) == (JobStatus.FAILED, "model_unavailable", 50)
+    assert "no worker could load" in str(job.error_message)
+
+
+def zombie_writes(job: JobInfo, row_index: int) -> None:
+    """A checkpoint that an attempt from before the retry writes late, after the end has removed all others."""
+    writer = CheckpointWriter(LocalStorage(), OutputFolder(job.spec.output, job.job_id).work, row_index // 30, 1)
+    writer.add(
+        Completion(
+            row_index=row_index, custom_id=f"in.parquet#{row_index}", error_code="engine_error", error_message="late"
+        )
+    )
+    writer.flush()
 
 
 def _wait_running(fleet: FleetBench, job_id: str) -> None:

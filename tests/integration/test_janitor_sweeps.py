@@ -23,11 +23,13 @@ from nightmill.config import Settings
 from nightmill.errors import StoreError
 from nightmill.janitor import Janitor
 from nightmill.output import CheckpointWriter, OutputFolder
+from nightmill.output.closer import GIVE_UP_AFTER
 from nightmill.records import Completion, JobInfo, JobOptions, JobSpec, ModelSpec, RowCounts
 from nightmill.states import JobStatus, ShardState, Tier
 from nightmill.storage import LocalStorage
 from nightmill.store import Store
 from nightmill.submit import submit_job
+from nightmill.validate import plan_input
 
 NUM_ROWS, SHARD_ROWS = 40, 10
 JANITOR = [sys.executable, "-c", "from nightmill.cli.main import main; main()", "janitor"]
@@ -54,7 +56,8 @@ class Place:
                 pa.table({"prompt": [f"{name} {i}" for i in range(NUM_ROWS)]}), source, row_group_size=SHARD_ROWS
             )
         spec = JobSpec(inputs=(str(source),), output=str(self.folder / f"{name}-out"), model=ModelSpec(model="demo"))
-        return submit_job(self.store, spec, JobOptions(shard_rows=SHARD_ROWS, **options))  # type: ignore[arg-type]
+        job_options = JobOptions(shard_rows=SHARD_ROWS, **options)  # type: ignore[arg-type]
+        return submit_job(self.store, spec, job_options, check=lambda spec, _: plan_input(spec).source_schema)
 
     def janitor(self, broker: Broker | None = None) -> Janitor:
         return Janitor(self.store, self.settings, broker)
@@ -140,6 +143,46 @@ def test_the_trouble_of_one_job_is_not_the_next_ones(place: Place, monkeypatch: 
     place.check_output("a", completed=0, failed=0, cancelled=40)
 
 
+def test_an_input_that_stays_away_is_done_without(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may just not be mounted; but a job must end."""
+    moment = [1000.0]
+    monkeypatch.setattr("nightmill.janitor.time.monotonic", lambda: moment[0])
+    job_id = place.submit("a").job_id
+    place.store.cancel(job_id)
+    (place.folder / "a.parquet").unlink()
+    janitor = place.janitor()
+    for _ in range(GIVE_UP_AFTER):
+        assert len(janitor.sweep().troubles) == 1
+        moment[0] += 10
+    assert janitor.sweep().ended == [job_id]
+    assert place.store.job(job_id).rows == RowCounts(total=40, cancelled=40)
+    rows = [row for part in sorted((place.folder / "a-out").glob("part-*")) for row in pq.read_table(part).to_pylist()]
+    assert [(row["row_index"], row["prompt"], row["error_code"]) for row in rows] == [
+        (i, None, "batch_cancelled") for i in range(NUM_ROWS)
+    ]
+
+
+def test_an_input_that_was_overwritten_is_done_without_at_once(place: Place) -> None:
+    job_id = place.submit("a").job_id
+    place.store.cancel(job_id)
+    pq.write_table(pa.table({"prompt": ["x"] * 100}), place.folder / "a.parquet")
+    assert place.janitor().sweep().ended == [job_id]
+    rows = pq.read_table(place.folder / "a-out" / "part-00003.parquet").to_pylist()
+    assert [(row["prompt"], row["error_code"]) for row in rows] == [(None, "batch_cancelled")] * SHARD_ROWS
+
+
+def test_a_retry_that_lost_its_input_keeps_the_part_that_stood(place: Place) -> None:
+    job_id = place.submit("a").job_id
+    place.store.cancel(job_id)
+    janitor = place.janitor()
+    janitor.sweep()
+    assert place.store.reset_failed_rows(job_id) == 4
+    pq.write_table(pa.table({"prompt": ["x"] * 100}), place.folder / "a.parquet")
+    place.store.cancel(job_id)
+    assert janitor.sweep().ended == [job_id]
+    place.check_output("a", completed=0, failed=0, cancelled=40)
+
+
 def test_a_sweep_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nightmill.janitor.MAX_CLOSINGS", 3)
     for name in "ab":
@@ -159,7 +202,7 @@ def test_a_retry_that_was_stopped_keeps_what_it_had_and_what_stood(place: Place)
     lease = store.claim(store.available_shards(1)[0], "w")
     assert lease is not None
     folder = OutputFolder(store.job(job_id).spec.output, job_id)
-    writer = CheckpointWriter(storage, folder.work, lease.range.index, lease.attempt)
+    writer = CheckpointWriter(storage, folder.checkpoints(lease.generation), lease.range.index, lease.attempt)
     writer.add(
         Completion(
             row_index=3,

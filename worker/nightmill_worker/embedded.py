@@ -6,6 +6,8 @@ submit or resume → take back what the dead held → engine → shards, several
 import signal
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from nightmill.config import Settings
 from nightmill.errors import ErrorBudgetExceededError
 from nightmill.janitor import sweep
@@ -148,6 +150,6 @@ class EmbeddedRun:
         )
 
 
-def _check(spec: JobSpec, sources: object) -> None:
+def _check(spec: JobSpec, sources: object) -> pa.Schema:
     """Refuse an input that does not fit before anything is written."""
-    plan_input(spec)
+    return plan_input(spec).source_schema

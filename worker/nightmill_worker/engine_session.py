@@ -3,10 +3,10 @@
 import itertools
 from dataclasses import dataclass
 
+from nightmill.output.closer import planned_inputs
 from nightmill.output.folder import OutputFolder
 from nightmill.records import EngineOptions, JobInfo
-from nightmill.rows import job_source_schema
-from nightmill.storage import open_storage, pinned
+from nightmill.storage import open_storage
 from nightmill.store import LEASE_TTL_S, Store
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.feed.requests import RequestMaker
@@ -57,13 +57,13 @@ class EngineSession:
         if "strftime_now" in tokenizer.template_source:
             # A prompt with today's date in it must be the same when the job is resumed on another day.
             tokenizer = Tokenizer.load(self.model.directory, now=job.created_at)
-        sources = store.sources(job.job_id)
+        source_schema, sources = planned_inputs(store, job)
         return JobContext(
             job=job,
             store=store,
             storage=open_storage(spec.output),
             folder=OutputFolder(spec.output, job.job_id),
-            source_schema=job_source_schema(sources, spec, storage=pinned(sources)),
+            source_schema=source_schema,
             model_name=self.model.name,
             tokenizer=tokenizer,
             maker=RequestMaker(
@@ -74,7 +74,7 @@ class EngineSession:
                 max_model_len=self.supervisor.service.info.max_model_len,
                 request_ids=self._request_ids,
             ),
-            sources=pinned(sources),
+            sources=sources,
             lease_ttl_s=lease_ttl_s,
         )
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from nightmill.errors import EngineError, NightmillError, NotFoundError, StorageError, ValidationError
+from nightmill.errors import EngineError, ModelError, NightmillError, NotFoundError, StorageError, ValidationError
 from nightmill.failpoint import failpoint
 from nightmill.records import JobInfo, ModelSpec
 from nightmill.states import Tier
@@ -32,6 +32,7 @@ from nightmill_worker.slots import Slot, TierSlots
 log = logging.getLogger(__name__)
 
 LOOK_S = 3.0  # between looks into the store that found no more; jittered, so that workers do not look in step
+MAX_REFUSALS = 3  # tries to load a model, of all workers together, before a job that nobody has begun fails for it
 CHOICES = 8  # shards of a job to choose from: workers that look at once should not all want the same one
 
 
@@ -144,7 +145,7 @@ class Fleet:
             taken = any(self._claim(serving, job, shard_id, slot) for shard_id in shard_ids)
         except ValidationError as error:
             self._store.fail_job(job.job_id, error.code, error.message)
-        except StorageError as error:
+        except (StorageError, ModelError) as error:
             self._leave_alone(job.job_id, error)
         finally:
             if not taken:
@@ -235,13 +236,26 @@ class Fleet:
         with self._claiming:
             if self.active_jobs:
                 return
+            wanted = self._host.wanted
+            assert wanted is not None
             try:
                 self._host.switch()
             except NightmillError as error:
                 if self._host.serves_one:
                     raise
-                log.error("a model cannot be loaded, and jobs of it will fail: %s", error)
+                self._tell_refusal(wanted, error)
             self._look_at = 0.0
+
+    def _tell_refusal(self, spec: ModelSpec, error: NightmillError) -> None:
+        """Leave jobs of this model to other workers, and say so: where nobody can begin them, they fail for it."""
+        log.error("%s cannot be loaded here, its jobs are left to other workers: %s", spec.model, error)
+        message = f"no worker could load the model; the last one to try ({self._worker_id}) says: {error.message}"
+        try:
+            for job_id, _ in self._store.claimable_jobs():
+                if self._book.job(job_id).spec.model == spec:
+                    self._store.refuse_model(job_id, MAX_REFUSALS, error.code, message)
+        except (StorageError, NotFoundError) as trouble:
+            log.warning("that could not be told: %s", trouble)
 
     def _has_place(self) -> bool:
         serving = self._host.serving
@@ -290,10 +304,9 @@ class Fleet:
             job = self._book.job(job_id)
             if not self._host.accepts(job.spec.model) or self._pauses.is_paused(job_id):
                 continue
-            refusal = self._host.refusal(job.spec.model)
-            if refusal is not None:
-                self._store.fail_job(job_id, refusal.code, refusal.message)
-            elif serving is not None and serving.spec == job.spec.model:
+            if self._host.refuses(job.spec.model):
+                continue  # another worker may be able to load it
+            if serving is not None and serving.spec == job.spec.model:
                 candidates.append((tier, job))
             else:
                 others.append(job.spec.model)

@@ -7,8 +7,9 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from nightmill.errors import EngineError, FencedError, StorageError, StoreError, ValidationError
-from nightmill.records import JobInfo
+from nightmill.errors import EngineError, FencedError, ModelError, StorageError, StoreError
+from nightmill.records import JobInfo, ShardLease
+from nightmill.storage import SourceChangedError
 from nightmill.store import Store
 from nightmill_worker.engine_session import EngineSession
 from nightmill_worker.shard import JobContext
@@ -59,6 +60,7 @@ class JobContexts:
 
         Raises:
             ValidationError: The job cannot run on this model: not here and nowhere else.
+            ModelError: It began with another content of the model: others may go on with it.
             StorageError: Its inputs cannot be read now.
         """
         with self._lock:
@@ -75,7 +77,7 @@ class JobContexts:
         digest = self._session.model.digest
         pinned = self._store.pin_model(job.job_id, digest) if digest is not None else None
         if pinned != digest:
-            raise ValidationError(
+            raise ModelError(
                 f"{job.job_id} began with another content of {job.spec.model.model} ({pinned}) than this worker has"
                 f" ({digest})",
                 hint="give all workers the same files, or name a --revision",
@@ -84,7 +86,17 @@ class JobContexts:
         # What the store can do is asked now, beside the first rows, so that no part waits for the answer.
         threading.Thread(target=_ask, args=(context,), name="ask-store", daemon=True).start()
         pauses, job_id = self._pauses, job.job_id
-        return replace(context, retries_commit=True, charges=lambda error: pauses.charges(job_id, error))
+        return replace(
+            context,
+            retries_commit=True,
+            charges=lambda error: pauses.charges(job_id, error),
+            gives_up_source=self._give_up_source,
+        )
+
+    def _give_up_source(self, lease: ShardLease) -> None:
+        given_up = self._store.give_up_source(lease.job_id, lease.range.source_file)
+        if given_up:
+            log.error("%s: %s is given up, %d shards end without it", lease.job_id, lease.range.source_file, given_up)
 
 
 def _ask(context: JobContext) -> None:
@@ -105,6 +117,8 @@ class JobPauses:
         """Whether a failed attempt uses up its shard's budget: a store that is away is nobody's fault."""
         if isinstance(error, EngineError | FencedError | StoreError) or not isinstance(error, Exception):
             return False
+        if isinstance(error, SourceChangedError):
+            return True
         if isinstance(error, StorageError):
             with self._lock:
                 since = self._failing.get(job_id, (time.monotonic(), 0, 0.0))[0]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 
 from nightmill.errors import StorageError
-from nightmill.output.folder import OutputFolder, shard_folder
+from nightmill.output.folder import shard_folder
 from nightmill.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ CONVICT_AFTER = 2  # deaths with one row alone: the first may have been somebody
 class InflightMark:
     """One shard's mark."""
 
-    def __init__(self, storage: Storage, folder: OutputFolder, shard_index: int) -> None:
+    def __init__(self, storage: Storage, directory: str, shard_index: int) -> None:
         self._storage = storage
-        self._uri = f"{shard_folder(folder.work, shard_index)}/{NAME}"
+        self._uri = f"{shard_folder(directory, shard_index)}/{NAME}"
         self._before: frozenset[int] = frozenset()  # row indices, of earlier attempts
         self._window: tuple[int, ...] = ()  # that the last attempt died in
         self._tries = 0  # of that window

@@ -17,6 +17,7 @@ from nightmill_worker.shard_crew import ShardCrew
 log = logging.getLogger(__name__)
 
 LOAD_TRIES = 3
+FIRST_REFUSAL_S, MAX_REFUSAL_S = 15.0, 300.0  # until a model that could not be loaded is tried again: doubling
 LoadModel = Callable[[ModelSpec], LoadedModel]
 
 
@@ -30,8 +31,19 @@ class Serving:
     contexts: JobContexts
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    pause_s: float
+    until: float
+
+    @classmethod
+    def after(cls, last: "_Refusal | None") -> "_Refusal":
+        pause_s = FIRST_REFUSAL_S if last is None else min(2 * last.pause_s, MAX_REFUSAL_S)
+        return cls(pause_s, time.monotonic() + pause_s)
+
+
 class ModelHost:
-    """Loads, switches, forgets. A model that cannot be loaded is not tried again in this process."""
+    """Loads, switches, forgets. A model that cannot be loaded is left alone for a while, longer each time."""
 
     def __init__(
         self,
@@ -50,7 +62,7 @@ class ModelHost:
         self._changed = threading.Condition()
         self._serving: Serving | None = None
         self._wanted: ModelSpec | None = None if only is None else ModelSpec(model=only)
-        self._refused: dict[ModelSpec, NightmillError] = {}
+        self._refused: dict[ModelSpec, _Refusal] = {}
         self._closed = False
 
     @property
@@ -67,14 +79,15 @@ class ModelHost:
         """Whether it was told which model to serve."""
         return self._only is not None
 
-    def refusal(self, spec: ModelSpec) -> NightmillError | None:
-        """Why it could not be loaded; None when it could, or was not tried."""
-        return self._refused.get(spec)
+    def refuses(self, spec: ModelSpec) -> bool:
+        """Whether it could not be loaded a while ago, and is not tried again yet."""
+        refusal = self._refused.get(spec)
+        return refusal is not None and time.monotonic() < refusal.until
 
     def want(self, spec: ModelSpec) -> None:
         """Ask the main thread for a model; the first to ask is heard."""
         with self._changed:
-            if self._wanted is None and spec not in self._refused:
+            if self._wanted is None and not self.refuses(spec):
                 self._wanted = spec
 
     @property
@@ -89,7 +102,7 @@ class ModelHost:
                 serving = self._serving
                 if serving is not None:
                     return serving if serving.spec == spec else None
-                if self._closed or spec in self._refused:
+                if self._closed or self.refuses(spec):
                     return None
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
@@ -98,21 +111,22 @@ class ModelHost:
         """Load what is wanted. Main thread, with no shard at work.
 
         Raises:
-            NightmillError: It cannot be loaded; it is remembered, and nothing is served.
+            NightmillError: It cannot be loaded; that is remembered for a while, and nothing is served.
         """
         spec = self._wanted
         assert spec is not None
         self._drop()
         try:
             session = self._open_session(spec)
-        except NightmillError as error:
+        except NightmillError:
             with self._changed:
-                self._refused[spec] = error
+                self._refused[spec] = _Refusal.after(self._refused.get(spec))
                 self._wanted = None
                 self._changed.notify_all()
             raise
         log.info("%s", engine_line(session.model.name, session.supervisor.service.info))
         with self._changed:
+            self._refused.pop(spec, None)
             self._serving = Serving(spec, session, self._make_crew(session), self._make_contexts(session))
             self._wanted = None
             self._changed.notify_all()

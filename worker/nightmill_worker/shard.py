@@ -24,7 +24,7 @@ from nightmill.reader import read_shard
 from nightmill.records import Completion, JobInfo, ShardLease, ShardProgress, ShardResult, TokenCounts
 from nightmill.rows import InputRow, parse_rows
 from nightmill.states import Tier
-from nightmill.storage import Storage
+from nightmill.storage import Storage, is_source_lost
 from nightmill.store import LEASE_TTL_S, Store
 from nightmill_worker.drain import Drain
 from nightmill_worker.feed.completions import completion_of, error_completion
@@ -49,6 +49,10 @@ def never(_: BaseException) -> bool:
     return False
 
 
+def keep(_: ShardLease) -> None:
+    """Whoever started the run alone puts the input back."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """What all shards of a job share in this process."""
@@ -65,6 +69,7 @@ class JobContext:
     lease_ttl_s: float = LEASE_TTL_S
     retries_commit: bool = False  # a store that fails may be back before the lease is gone: a server, not a full disk
     charges: Callable[[BaseException], bool] = never  # whether an attempt that raised this uses up the shard's budget
+    gives_up_source: Callable[[ShardLease], None] = keep  # after an attempt whose input is gone or was overwritten
 
 
 class ShardEnd(StrEnum):
@@ -103,12 +108,12 @@ class ShardRun:
         self._job_stopped = False
         self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
         self._counts: Counter[str] = Counter()
+        index = lease.range.index
+        self._checkpoints = context.folder.checkpoints(lease.generation)
         self._answers = ShardAnswers(
-            CheckpointWriter(
-                context.storage, context.folder.work, lease.range.index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS
-            )
+            CheckpointWriter(context.storage, self._checkpoints, index, lease.attempt, max_rows=2 * CHECKPOINT_ROWS)
         )
-        self._mark = InflightMark(context.storage, context.folder, lease.range.index)
+        self._mark = InflightMark(context.storage, self._checkpoints, index)
         self._began_at = self._flushed_at = time.monotonic()
         self._name = f"shard {lease.range.index} of {lease.job_id}"
 
@@ -145,13 +150,23 @@ class ShardRun:
         try:
             end = self._run()
         except BaseException as error:
-            self._release(failed=self._context.charges(error))
+            self._fail(error)
             raise
         finally:
             self.is_reading = False
         if end is ShardEnd.RELEASED:
             self._release()
         return end
+
+    def _fail(self, error: BaseException) -> None:
+        if not is_source_lost(error, self.lease.range.source_file):
+            self._release(failed=self._context.charges(error))
+            return
+        try:
+            self._flush()  # nobody can compute them again
+        finally:
+            self._release(failed=self._context.charges(error))
+            self._context.gives_up_source(self.lease)
 
     def _run(self) -> ShardEnd:
         context, shard = self._context, self.lease.range
@@ -175,7 +190,7 @@ class ShardRun:
         context, index = self._context, self.lease.range.index
         with ThreadPoolExecutor(1, thread_name_prefix="shard-look") as pool:
             standing = pool.submit(output.standing)
-            checkpoints = CheckpointReader(context.storage, context.folder.work, index)
+            checkpoints = CheckpointReader(context.storage, self._checkpoints, index)
             return standing.result(), checkpoints
 
     def _commit(self, result: ShardResult) -> None:

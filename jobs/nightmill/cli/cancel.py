@@ -48,7 +48,7 @@ def _close(store: Store, settings: Settings, info: JobInfo) -> JobInfo:
     """Write the parts of shards that nobody holds: of workers that died here at once, of others when leases run out."""
     with WorkerLock(settings.workers_dir, new_worker_id()) as lock:
         sweep(store, settings.workers_dir)
-        wind_up(store, info.job_id, lock.worker_id, info.spec.model.model)
+        wind_up(store, info.job_id, lock.worker_id, info.spec.model.model, gives_up=True)
     return store.job(info.job_id)
 
 

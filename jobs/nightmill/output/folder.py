@@ -19,8 +19,12 @@ class OutputFolder:
 
     @property
     def work(self) -> str:
-        """Checkpoints of this job; gone when it is done."""
+        """What this job's attempts write while it runs; gone when it is done."""
         return f"{self.root}/_nightmill/{self.job_id}"
+
+    def checkpoints(self, generation: int) -> str:
+        """Checkpoints of one generation of the job: what a late writer of an earlier one leaves is not looked at."""
+        return f"{self.work}/retry-{generation}" if generation else self.work
 
     @property
     def manifest(self) -> str:

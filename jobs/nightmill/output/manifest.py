@@ -19,7 +19,7 @@ from nightmill.states import ShardState
 from nightmill.storage import Storage
 
 MANIFEST_VERSION = 1
-_WRITTEN_BY_ATTEMPTS = re.compile(r"shard-\d+/(ckpt-\d+-\d+\.parquet|part-\d+\.parquet|inflight\.json)")
+_WRITTEN_BY_ATTEMPTS = re.compile(r"(retry-\d+/)?shard-\d+/(ckpt-\d+-\d+\.parquet|part-\d+\.parquet|inflight\.json)")
 
 
 def finalize_output(

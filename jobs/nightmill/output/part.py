@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,9 +12,10 @@ import pyarrow.parquet as pq
 from nightmill.errors import OutputOccupiedError, StorageError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
+from nightmill.output.lost_source import empty_rows, nullable, part_rows
 from nightmill.output.part_reader import kept_rows, read_part
 from nightmill.output.part_rows import PartRows, Unanswered
-from nightmill.reader import reading
+from nightmill.reader import read_range, reading
 from nightmill.reader.source import METADATA_PREFIX
 from nightmill.records import Completion, JobSpec, RowCounts, ShardRange, ShardResult, TokenCounts
 from nightmill.rows.schema import output_schema
@@ -64,6 +66,7 @@ def write_part(
     unanswered: Unanswered | None = None,
     source_storage: Storage | None = None,
     look_first: bool = True,
+    source_lost: bool = False,
 ) -> PartInfo:
     """Build the shard's part from its source rows and their completions, check it, and create it.
 
@@ -82,6 +85,7 @@ def write_part(
         attempt: Of the lease. Where creation is not atomic it names what `publish_part` makes final after the commit.
         unanswered: A closer's error for rows without a completion.
         source_storage: Of the input; None: by its uri.
+        source_lost: The input cannot be read any more: its columns are null, and may be in this part.
         look_first: False: a moment ago there was no part. One that has come since is met when ours is created.
 
     Raises:
@@ -91,6 +95,10 @@ def write_part(
     target = _Target(storage, folder, shard, attempt)
     if (look_first or not target.is_final) and (existing := find_part(storage, folder, shard, spec_digest)):
         return existing
+    source = partial(read_range, shard, storage=source_storage)
+    if source_lost:
+        source_schema = nullable(source_schema)
+        source = partial(empty_rows, shard, completions, spec=spec, schema=source_schema)
     rows = PartRows(
         shard,
         completions,
@@ -98,7 +106,7 @@ def write_part(
         model=model,
         source_schema=source_schema,
         unanswered=unanswered,
-        source_storage=source_storage,
+        source=source,
     )
     owner = _owner(folder, shard, spec_digest)
     with _built(storage, target.uri, shard, rows, output_schema(source_schema, spec), spec, owner) as staged:
@@ -126,6 +134,7 @@ def replace_part(
     model: str,
     attempt: int = 0,
     source_storage: Storage | None = None,
+    source_lost: bool = False,
 ) -> PartInfo:
     """Build the part anew with the answers of a retry and put it in the old one's place, in one conditional write.
 
@@ -144,6 +153,7 @@ def replace_part(
         model: Value of the `model` column, of the rows that ran again.
         attempt: Of the lease; see `write_part`.
         source_storage: Of the input; None: by its uri.
+        source_lost: The input cannot be read any more: its columns are those of the part that stands.
 
     Raises:
         PreconditionFailedError: the part is not the one of `etag`, nor one that this retry has made of it.
@@ -156,6 +166,10 @@ def replace_part(
     kept = kept_rows(read_part(storage, existing.uri, shard, spec=spec, etag=existing.etag), completions)
     if len(kept) == shard.num_rows:
         return existing
+    source = partial(read_range, shard, storage=source_storage)
+    if source_lost:
+        source_schema = nullable(source_schema)
+        source = partial(part_rows, storage, existing.uri, shard, etag=existing.etag, schema=source_schema)
     rows = PartRows(
         shard,
         completions,
@@ -163,7 +177,7 @@ def replace_part(
         model=model,
         source_schema=source_schema,
         kept=kept,
-        source_storage=source_storage,
+        source=source,
     )
     owner = {**_owner(folder, shard, spec_digest), _KEYS["replaces"]: etag.encode()}
     with _built(storage, target.uri, shard, rows, output_schema(source_schema, spec), spec, owner) as staged:

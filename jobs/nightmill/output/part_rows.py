@@ -1,20 +1,19 @@
 """The rows of a part as a stream of tables: source columns as they are, ours beside them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from nightmill.errors import RowErrorCode, StorageError
 from nightmill.output.checkpoint import check_final, to_batch
 from nightmill.output.part_reader import PartRow
-from nightmill.reader import RowBatch, read_range
+from nightmill.reader import RowBatch
 from nightmill.records import Completion, JobSpec, RowCounts, ShardRange, TokenCounts
 from nightmill.rows.parse import custom_ids
 from nightmill.seeds import column_seed
 from nightmill.sharding import source_name
-from nightmill.storage import Storage
 
 ROW_GROUP_BYTES = 32 * 2**20
 """In memory, before encoding: what a part's writer holds."""
@@ -31,7 +30,7 @@ class Unanswered:
 
 
 class PartRows:
-    """Joins a shard's source rows with their completions, and counts them as they pass."""
+    """Joins a shard's source rows (`source`) with their completions, and counts them as they pass."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class PartRows:
         source_schema: pa.Schema,
         unanswered: Unanswered | None = None,
         kept: Mapping[int, PartRow] | None = None,
-        source_storage: Storage | None = None,
+        source: Callable[[], Iterator[RowBatch]],
     ) -> None:
         self._shard = shard
         self._completions = completions
@@ -52,7 +51,7 @@ class PartRows:
         self._source_schema = source_schema
         self._unanswered = unanswered
         self._kept = kept or {}
-        self._source_storage = source_storage
+        self._source = source
         self._source_name = source_name(spec.inputs, shard.source_file)
         self._rows: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -77,7 +76,7 @@ class PartRows:
         """All rows in order, in tables of about ROW_GROUP_BYTES. Where they are cut depends on the rows alone."""
         batches: list[pa.RecordBatch] = []
         num_bytes = 0
-        for batch in read_range(self._shard, storage=self._source_storage):
+        for batch in self._source():
             batches.append(self._joined(batch, schema))
             num_bytes += batches[-1].nbytes
             if num_bytes >= ROW_GROUP_BYTES:
@@ -100,6 +99,10 @@ class PartRows:
     def _completion(self, row_index: int, custom_id: str) -> Completion:
         kept = self._kept.get(row_index)
         completion = self._completions.get(row_index) if kept is None else kept.completion
+        if (
+            kept is not None and not kept.is_answered
+        ):  # it may have been written without its source, and named by its place
+            completion = replace(kept.completion, custom_id=custom_id)
         if completion is None:
             if self._unanswered is None:
                 raise StorageError(f"row {row_index} of {self._shard.source_file} has no completion")

@@ -1,5 +1,6 @@
 """The one output schema of a job: all source columns as they are, then ours."""
 
+import base64
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
@@ -88,6 +89,16 @@ def job_source_schema(sources: Sequence[SourceFile], spec: JobSpec, *, storage: 
             return uri, file.schema
 
     return unify_schemas(map_files(checked, [source.uri for source in sources]))
+
+
+def encode_schema(schema: pa.Schema) -> str:
+    """As text, for the job store."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode("ascii")
+
+
+def decode_schema(text: str) -> pa.Schema:
+    """What `encode_schema` has made."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def unify_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:

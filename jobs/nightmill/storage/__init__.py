@@ -11,6 +11,7 @@ from nightmill.storage.protocol import (
     SourceChangedError,
     StagedObject,
     Storage,
+    is_source_lost,
 )
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "StagedObject",
     "Storage",
     "absolute",
+    "is_source_lost",
     "open_storage",
     "pinned",
 ]

@@ -27,15 +27,26 @@ class PreconditionFailedError(StorageError):
 
 
 class SourceChangedError(StorageError):
-    """An input was overwritten while a job was reading it."""
+    """An input was overwritten while a job was reading it, or is gone."""
 
     code = "source_changed"
+
+    def __init__(self, message: str | None = None, *, hint: str | None = None, uri: str = "", is_gone: bool = False):
+        super().__init__(message, hint=hint)
+        self.uri = uri
+        self.is_gone = is_gone
 
 
 def changed(uri: str, *, expected: str, found: str | None) -> SourceChangedError:
     """The error for an object that is not the one that was to be read."""
     what = "is gone" if found is None else f"was overwritten: its etag is {found}, and was {expected} before"
-    return SourceChangedError(f"{uri} {what}", hint="Put the old file back and run again, or start a new job.")
+    hint = "Put the old file back and run again, or start a new job."
+    return SourceChangedError(f"{uri} {what}", hint=hint, uri=uri, is_gone=found is None)
+
+
+def is_source_lost(error: BaseException, uri: str) -> bool:
+    """Whether this input is gone for good: the store says so, or that it holds another version."""
+    return isinstance(error, SourceChangedError) and error.uri == uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

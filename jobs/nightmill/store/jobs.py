@@ -40,6 +40,7 @@ def create(
     source_files: Sequence[SourceFile],
     ranges: Sequence[ShardRange],
     model_digest: str | None,
+    source_schema: str | None,
 ) -> JobInfo:
     """Insert a job with its sources and shards, all or nothing, as `queued`."""
     connection.execute(
@@ -50,6 +51,7 @@ def create(
             spec=encode(spec),
             spec_digest=digest,
             model_digest=model_digest,
+            source_schema=source_schema,
             options=encode(options),
             output=spec.output,
             idempotency_key=options.idempotency_key,

@@ -213,6 +213,21 @@ def release(connection: Connection, lease: ShardLease, *, failed: bool, progress
     return freed.first() is not None
 
 
+def give_up_source(connection: Connection, job_id: str, source_file: str) -> int:
+    """Use up the budget of every open shard of this input, if together they have failed as often as one of them may."""
+    budget = select(jobs.c.max_failures).where(jobs.c.job_id == job_id).scalar_subquery()
+    waiting = and_(shards.c.job_id == job_id, shards.c.source_file == source_file, in_state(ShardState.AVAILABLE))
+    _lock(connection, waiting)
+    failed = select(func.sum(shards.c.num_failures)).where(waiting).scalar_subquery()
+    given_up = connection.scalars(
+        update(shards)
+        .where(waiting, shards.c.num_failures < budget, failed >= budget)
+        .values(num_failures=budget)
+        .returning(shards.c.shard_id)
+    )
+    return len(given_up.all())
+
+
 def release_dead(connection: Connection, worker_ids: Sequence[str]) -> list[int]:
     """Take back every lease of workers known to have ended; returns their shards."""
     theirs = and_(in_state(ShardState.LEASED), shards.c.worker_id.in_(worker_ids))

@@ -1,9 +1,9 @@
 """What a worker of the fleet asks before it claims: whose is this shard, which jobs have something to claim."""
 
-from sqlalchemy import Connection, case, select, update
+from sqlalchemy import Connection, and_, case, select, update
 
 from nightmill.schema import jobs, shards
-from nightmill.states import Tier
+from nightmill.states import JobStatus, Tier
 from nightmill.store.leases import has_available, job_may_run
 
 _tier_rank = case({tier.value: tier.rank for tier in Tier}, value=jobs.c.tier)
@@ -21,6 +21,27 @@ def claimable_jobs(connection: Connection) -> list[tuple[str, Tier]]:
     query = select(jobs.c.job_id, jobs.c.tier).where(job_may_run(), available)
     rows = connection.execute(query.order_by(_tier_rank, jobs.c.created_at, jobs.c.job_id))
     return [(row.job_id, Tier(row.tier)) for row in rows]
+
+
+def source_schema(connection: Connection, job_id: str) -> str | None:
+    """As the submitter has told it."""
+    text: str | None = connection.scalar(select(jobs.c.source_schema).where(jobs.c.job_id == job_id))
+    return text
+
+
+def refuse_model(connection: Connection, job_id: str, limit: int, error_code: str, error_message: str) -> bool:
+    """Count that a worker could not load the job's model; True when the job fails for it.
+
+    Only while no shard of it was ever taken: what one worker cannot load, another one runs.
+    """
+    mine = and_(jobs.c.job_id == job_id, jobs.c.status == JobStatus.QUEUED, jobs.c.error_code.is_(None))
+    refused = update(jobs).where(mine).values(num_refusals=jobs.c.num_refusals + 1).returning(jobs.c.num_refusals)
+    count = connection.scalar(refused)
+    if count is None or count < limit:
+        return False
+    reason = {"error_code": error_code, "error_message": error_message}
+    connection.execute(update(jobs).where(mine).values(**reason))
+    return True
 
 
 def pin_model(connection: Connection, job_id: str, digest: str) -> str | None:

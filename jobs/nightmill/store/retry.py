@@ -93,6 +93,7 @@ def _open_job(connection: Connection, job_id: str, generation: int) -> None:
         .values(
             status=JobStatus.QUEUED,
             generation=generation,
+            num_refusals=0,
             error_code=None,
             error_message=None,
             expires_at=None,

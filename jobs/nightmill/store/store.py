@@ -65,6 +65,7 @@ class Store:
         shards: Sequence[ShardRange],
         *,
         model_digest: str | None = None,
+        source_schema: str | None = None,
     ) -> JobInfo:
         """Insert a job as `queued`; a job with this id or idempotency key is returned instead: compare ids."""
         if not sources or not shards:
@@ -73,7 +74,7 @@ class Store:
         def create(connection: Connection) -> JobInfo:
             if known := jobs.existing(connection, job_id, options.idempotency_key):
                 return known
-            info = jobs.create(connection, job_id, spec, digest, options, sources, shards, model_digest)
+            info = jobs.create(connection, job_id, spec, digest, options, sources, shards, model_digest, source_schema)
             if self._rings:
                 outbox.ring_job(connection, job_id)
             return info
@@ -102,6 +103,10 @@ class Store:
     def sources(self, job_id: str) -> list[SourceFile]:
         """The input objects as they were planned."""
         return self._read(lambda c: job_info.source_files(c, job_id))
+
+    def source_schema(self, job_id: str) -> str | None:
+        """The schema of all inputs together, as `encode_schema` made it of what was planned; None: not written down."""
+        return self._read(lambda c: open_work.source_schema(c, job_id))
 
     def has_live_leases(self, job_id: str) -> bool:
         """True while somebody works on the job."""
@@ -188,6 +193,15 @@ class Store:
     def pin_model(self, job_id: str, digest: str) -> str | None:
         """Say which content the job's model has, unless that was said before; returns what holds."""
         return self._write(lambda c: open_work.pin_model(c, job_id, digest))
+
+    def refuse_model(self, job_id: str, limit: int, error_code: str, error_message: str) -> bool:
+        """A worker cannot load the job's model. The `limit`-th time that nobody has begun the job, it fails: True."""
+        return self._write(lambda c: open_work.refuse_model(c, job_id, limit, error_code, error_message))
+
+    def give_up_source(self, job_id: str, source_file: str) -> int:
+        """An input is gone or was overwritten: when its shards have together failed as often as one may, none of them
+        is tried again. Returns how many that were."""
+        return self._write(lambda c: leases.give_up_source(c, job_id, source_file))
 
     def due_for_closing(self, limit: int = 100, job_id: str | None = None) -> list[tuple[int, ShardState]]:
         """Shards that nobody may run any more, each with the reason to give to `claim_for_close`."""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tests.contract.store_jobs import make_job, make_result
 
-from nightmill.errors import StorageError, ValidationError
+from nightmill.errors import ModelError, StorageError, ValidationError
 from nightmill.records import JobInfo, ModelSpec, ShardLease, ShardProgress
 from nightmill.states import JobStatus, ShardState, Tier
 from nightmill.store import Store
 from nightmill_worker.drain import Drain
-from nightmill_worker.fleet import BellEnd, Fleet
+from nightmill_worker.fleet import MAX_REFUSALS, BellEnd, Fleet
 from nightmill_worker.fleet_jobs import JobPauses
 from nightmill_worker.slots import TierSlots
 from nightmill_worker.solitude import Solitude
@@ -70,7 +70,7 @@ class Host:
         self.only: str | None = None
         self.refused: set[str] = set()
         self.wants: list[str] = []
-        self.wanted = None
+        self.wanted: ModelSpec | None = None
         self._crew = crew
         limits = FeedLimits.of(4, 0)
         session = SimpleNamespace(limits=limits)
@@ -86,8 +86,18 @@ class Host:
     def accepts(self, spec: ModelSpec) -> bool:
         return self.only in (None, spec.model)
 
-    def refusal(self, spec: ModelSpec) -> Exception | None:
-        return StorageError("broken") if spec.model in self.refused else None
+    def refuses(self, spec: ModelSpec) -> bool:
+        return spec.model in self.refused
+
+    def switch(self) -> None:
+        assert self.wanted is not None
+        self.refused.add(self.wanted.model)
+        self.wanted = None
+        raise ModelError("too large")
+
+    @property
+    def serves_one(self) -> bool:
+        return self.only is not None
 
     def want(self, spec: ModelSpec) -> None:
         self.wants.append(spec.model)
@@ -325,7 +335,36 @@ def test_an_idle_worker_wants_the_model_that_waits(make_place: Callable[..., Pla
     place.fleet._look_at = 0.0
     place.fleet.turn()
     assert place.host.wants == []
-    assert place.store.jobs()[0].error_message == "broken"
+    assert place.store.jobs()[0].error_code is None, "another worker may load it"
+
+
+def refuse(place: Place) -> JobInfo:
+    place.host.refused.clear()
+    place.host.wanted = ModelSpec(model="demo")
+    place.fleet.turn()
+    return place.store.jobs()[0]
+
+
+def test_a_model_that_no_worker_can_load_fails_jobs_that_nobody_has_begun(make_place: Callable[..., Place]) -> None:
+    place = make_place()
+    place.host.model = None
+    place.shards(1)
+    assert [refuse(place).error_code for _ in range(MAX_REFUSALS)] == [None] * (MAX_REFUSALS - 1) + [
+        "model_unavailable"
+    ]
+    assert "no worker could load" in str(place.store.jobs()[0].error_message)
+    assert "too large" in str(place.store.jobs()[0].error_message)
+
+
+def test_a_job_that_another_worker_runs_does_not_fail_for_what_this_one_cannot_load(
+    make_place: Callable[..., Place],
+) -> None:
+    place = make_place()
+    place.host.model = None
+    ids = place.shards(2)
+    assert place.store.claim(ids[0], "another") is not None
+    for _ in range(MAX_REFUSALS + 2):
+        assert refuse(place).error_code is None
 
 
 def test_case_I006_the_error_budget_counts_every_workers_rows(make_place: Callable[..., Place]) -> None:

@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> OutputFolder:
 
 def mark(folder: OutputFolder) -> InflightMark:
     """What the next attempt sees."""
-    attempt = InflightMark(LocalStorage(), folder, 0)
+    attempt = InflightMark(LocalStorage(), folder.work, 0)
     found = LocalStorage().list(shard_folder(folder.work, 0))
     attempt.read({Path(info.uri).name for info in found})
     return attempt

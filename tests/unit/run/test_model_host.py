@@ -11,7 +11,7 @@ from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker.engine_session import RunOptions
 from nightmill_worker.loaded_model import LoadedModel
-from nightmill_worker.model_host import LOAD_TRIES, ModelHost
+from nightmill_worker.model_host import FIRST_REFUSAL_S, LOAD_TRIES, ModelHost
 from nightmill_worker.scripted_engine import Script, scripted_model
 from nightmill_worker.service import EngineDiedError
 
@@ -35,7 +35,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_no_verdict_on_the_model(tmp_
     host.switch()
     try:
         assert host.serving is not None
-        assert host.refusal(SPEC) is None
+        assert not host.refuses(SPEC)
     finally:
         host.close()
 
@@ -45,16 +45,25 @@ def test_one_that_is_killed_each_time_is(tmp_path: Path) -> None:
     host.want(SPEC)
     with pytest.raises(EngineDiedError, match="SIGKILL"):
         host.switch()
-    assert isinstance(host.refusal(SPEC), EngineDiedError)
+    assert host.refuses(SPEC)
     assert host.wanted is None
     host.close()
 
 
-def test_a_model_that_is_not_there_is_looked_for_once(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_tried_again_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = [1000.0]
+    monkeypatch.setattr("nightmill_worker.model_host.time.monotonic", lambda: moment[0])
     load = Mock(side_effect=ModelError("no such model"))
     host = ModelHost(load, RunOptions(engine=EngineOptions()), only=None, make_crew=Mock(), make_contexts=Mock())
-    host.want(SPEC)
-    with pytest.raises(ModelError, match="no such model"):
-        host.switch()
-    assert load.call_count == 1
+    for pause_s in (FIRST_REFUSAL_S, 2 * FIRST_REFUSAL_S):
+        host.want(SPEC)
+        with pytest.raises(ModelError, match="no such model"):
+            host.switch()
+        host.want(SPEC)
+        assert host.wanted is None, "not again at once"
+        moment[0] += pause_s - 1
+        assert host.refuses(SPEC)
+        moment[0] += 1
+        assert not host.refuses(SPEC)
+    assert load.call_count == 2
     host.close()
