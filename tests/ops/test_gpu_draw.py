@@ -27,10 +27,18 @@ EDGES = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), -1]  # the last two
 
 
 def drawn(logits: Tensor, rows: DrawRows, device: str, *, has_filters: bool = True) -> list[int]:
-    there = DrawRows(**{field.name: getattr(rows, field.name).to(device) for field in fields(DrawRows)})
+    return draw(guarded(logits, device), moved(rows, device), has_filters=has_filters).tolist()
+
+
+def guarded(logits: Tensor, device: str) -> Tensor:
+    """Rows of a wider tensor whose other elements are NaN."""
     wide = torch.full((len(logits), logits.shape[1] + 7), math.nan, dtype=logits.dtype, device=device)
     wide[:, : logits.shape[1]] = logits
-    return draw(wide[:, : logits.shape[1]], there, has_filters=has_filters).tolist()
+    return wide[:, : logits.shape[1]]
+
+
+def moved(rows: DrawRows, device: str) -> DrawRows:
+    return DrawRows(**{field.name: getattr(rows, field.name).to(device) for field in fields(DrawRows)})
 
 
 def edge_rows(count: int, kinds=((1.0, 0.0, 0, 1.0),)) -> DrawRows:
@@ -111,6 +119,21 @@ def test_a_narrow_winner_alone_in_its_tile_is_found(device, margin):
 
 
 @pytest.mark.device
+def test_noise_of_one_in_a_hundred_million_wins(device):
+    """No tile may be passed over for lying 18 below the best; of 105 million words this is the luckiest."""
+    rows = rows_of(1, kinds=[(1.0, 0.0, 0, 1.0)])
+    rows.seed[0], rows.position[0], lucky = 296, 0, 186_886
+    noise = gumbel_row(rows.seed, rows.position, 2**18)[0]
+    assert noise[lucky] > 18.4
+    logits = torch.full((1, 2**18), -math.inf)
+    logits[0, 3] = 0.0
+    logits[0, lucky] = noise[3] - noise[lucky] + 1e-5
+    logits[0, lucky - 1024] = logits[0, lucky] + 1  # the best of its piece, which is looked at first
+    assert reference(logits, rows).tolist() == [lucky]
+    assert drawn(logits, rows, device, has_filters=False) == [lucky]
+
+
+@pytest.mark.device
 @pytest.mark.parametrize(("vocab", "scale"), [(1, 0.0), (5, 3.0), (513, 0.1), (1537, 3.0), (1025, 40.0)])
 def test_ids_are_the_references(device, gpu_dtype, vocab, scale):
     logits = logits_of(len(PLAIN), vocab, scale=scale, seed=vocab, dtype=gpu_dtype)
@@ -121,11 +144,19 @@ def test_ids_are_the_references(device, gpu_dtype, vocab, scale):
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("vocab", "scale"),
-    [(600, 3.0), *(pytest.param(*case, marks=LONG) for case in ((1, 0.0), (65, 3.0), (1100, 0.0), (2049, 20.0)))],
+    [(9001, 3.0), *(pytest.param(*case, marks=LONG) for case in ((1, 0.0), (65, 3.0), (1100, 0.0), (2049, 20.0)))],
 )
 def test_filters_keep_what_the_references_keep(device, gpu_dtype, vocab, scale):
     logits = logits_of(16, vocab, scale=scale, seed=vocab, dtype=gpu_dtype)
+    for start in range(0, vocab - 2047, 2048):  # of more than 8,192 logits, these share their lanes in the survey
+        logits[:, start + 1024 : start + 2048] = logits[:, start : start + 1024] - 0.01
     rows = rows_of(16, seed=vocab)
+    assert cut_of(logits, rows, device) == reference_cut(logits, rows).tolist()
+
+
+@pytest.mark.device
+def test_ids_of_filtered_rows_are_the_references(device):
+    logits, rows = logits_of(16, 600, scale=3.0), rows_of(16)
     assert drawn(logits, rows, device) == reference(logits, rows).tolist()
 
 
@@ -151,7 +182,7 @@ def test_more_candidates_than_fit_are_searched_in_the_whole_row(device, monkeypa
     monkeypatch.setattr(cut, "CAPACITY", capacity)
     kinds = [kind for kind in KINDS if kind not in PLAIN]
     logits, rows = logits_of(9, 1100, scale=2.0), rows_of(9, kinds=kinds)
-    assert drawn(logits, rows, device) == reference(logits, rows).tolist()
+    assert cut_of(logits, rows, device) == reference_cut(logits, rows).tolist()
 
 
 def test_weight_that_lies_far_from_the_largest_is_found(device):
@@ -183,10 +214,9 @@ def cut_of(logits: Tensor, rows: DrawRows, device: str) -> list[float]:
     from nightmill_kernels.gpu import cut as gpu
     from nightmill_kernels.gpu import draw as gpu_draw
 
-    there = DrawRows(**{field.name: getattr(rows, field.name).to(device) for field in fields(DrawRows)})
-    logits = logits.to(device)
-    tops, _, lanes = gpu_draw.survey(logits, keep_lanes=True)
-    cut = gpu.cuts(logits, there, tops, lanes).cpu()
+    there = guarded(logits, device)
+    tops, _, lanes = gpu_draw.survey(there, keep_lanes=True)
+    cut = gpu.cuts(there, moved(rows, device), tops, lanes).cpu()
     return cut.masked_fill_(rows.temperature == 0, -math.inf).tolist()
 
 
