@@ -48,6 +48,7 @@ class EngineRun:
     peak_pages: float  # share of the pool
     recomputed_tokens: int
     preemptions: int
+    steps_ahead: int  # submitted while the one before ran
     shared_rows: int  # rows of all steps that were in a prefix group
     cached_tokens: int
     tokens: tuple[tuple[int, ...], ...]  # by row
@@ -165,6 +166,7 @@ def _summary(
         peak_pages=stats.peak_pages / stats.pages_total,
         recomputed_tokens=stats.recomputed_tokens,
         preemptions=stats.preemptions,
+        steps_ahead=stats.steps_ahead,
         shared_rows=stats.shared_attention_rows,
         cached_tokens=stats.cached_tokens,
         tokens=answers,

@@ -81,7 +81,7 @@ class _Bench:
         run = self._timed(runner, switch.without, loop_options(**ahead))
         for other in others:
             ratio = other.tokens_per_s / run.tokens_per_s
-            self.notebook.figure(f"worth of what is off {switch.without}", ratio, "times")
+            self.notebook.figure(f"everything on against {switch.without}", ratio, "times")
             _same_draws(self.notebook, run, other, switch.without)
         note = f"{100 * self.bound_s / run.seconds:.0f} % of the bound"
         self.notebook.figure(
@@ -179,7 +179,7 @@ def _same_draws(notebook: Notebook, run: EngineRun, other: EngineRun, without: s
 
 _COLUMNS = [
     *("s", "output tok/s", "total tok/s", "steps", "rows/step", "tokens/step", "host ms", "run ms", "device ms"),
-    *("full decode step ms", "pages at most", "preemptions", "recomputed tokens", "peak RSS GB"),
+    *("full decode step ms", "pages at most", "preemptions", "recomputed tokens", "steps ahead", "RSS GB"),
 ]
 
 
@@ -189,5 +189,5 @@ def _line(run: EngineRun) -> list[object]:
     return [
         *(run.seconds, run.tokens_per_s, total, run.steps, run.mean_batch, run.tokens_per_step),
         *(run.host_ms, run.run_ms, run.device_ms, decode, f"{run.peak_pages:.1%}", run.preemptions),
-        *(run.recomputed_tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
+        *(run.recomputed_tokens, run.steps_ahead, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
     ]

@@ -44,6 +44,16 @@ SECTION_CODE = {
     "hangs": LEAVES_A_CHILD,
 }
 
+WITHOUT_PACKAGES = """
+from importlib.machinery import PathFinder
+MISSING = ("celery", "kombu", "amqp", "sqlalchemy", "alembic", "boto3", "botocore", "psycopg", "click", "gguf")
+class Find:
+    find = PathFinder.find_spec
+    def __call__(self, name, *rest):
+        return None if name.partition(".")[0] in MISSING else self.find(name, *rest)
+PathFinder.find_spec = Find()
+"""
+
 
 @pytest.fixture
 def sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Section]:
@@ -160,14 +170,14 @@ def test_bounds_are_those_of_the_benchmarks_page() -> None:
 def test_every_section_works_on_tiny_shapes(tmp_path: Path) -> None:
     """As on a lent machine: nothing of ours installed, no services' packages to be had, no plugin of this suite."""
     blocked = tmp_path / "blocked"
-    for name in ("celery", "sqlalchemy", "boto3", "kombu", "alembic"):
-        (blocked / name).mkdir(parents=True)
-        (blocked / name / "__init__.py").write_text(f"raise ImportError('{name} is not on the device machine')\n")
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
     paths = [str(blocked), *(str(ROOT / path) for path in ("jobs", "worker", "kernels", "."))]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench.gpu", "--tiny", "--out", str(tmp_path / "out"), "--commit", "abc"]
     ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    wrong = [line for line in ended.stdout.splitlines() if "FAILED" in line]
+    assert ended.returncode == 0, "\n".join(wrong) + ended.stdout[-2000:] + ended.stderr[-2000:]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert len(files) <= 8
     assert {"results.json", "RESULTS.md"} <= set(files)
