@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nightmill_worker.engine.fake import FakeRunner, FakeRunnerConfig
+from nightmill_worker.engine.fake import FakeRunnerConfig
 from nightmill_worker.engine.step import PoolShape, Runner
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
@@ -44,17 +44,16 @@ _TINY = {
 }
 
 
-def fake_runner(_: Path) -> Runner:
-    """The engine tests' model without a model."""
-    return FakeRunner(
-        FakeRunnerConfig(
-            num_pages=NUM_PAGES,
-            page_size=PAGE_SIZE,
-            vocab_size=VOCAB_SIZE,
-            num_host_pages=NUM_HOST_PAGES,
-            fail_token=FAIL_TOKEN,
-        )
-    )
+def fake_runner(_: Path, *, device_seed: int | None = None) -> Runner:
+    """The engine tests' model without a model; `device_seed`: on a device that works behind the caller's back."""
+    return FakeRunnerConfig(
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        vocab_size=VOCAB_SIZE,
+        num_host_pages=NUM_HOST_PAGES,
+        fail_token=FAIL_TOKEN,
+        device_seed=device_seed,
+    ).build()
 
 
 def model_runner(directory: Path) -> Runner:
@@ -105,6 +104,7 @@ def tiny_model(directory: Path, num_layers: int = 2) -> tuple[ModelConfig, Model
 
 SUBJECTS: dict[str, Callable[[Path], Runner]] = {
     "fake": fake_runner,
+    "fake-device": partial(fake_runner, device_seed=7),
     "model": model_runner,
     "device": device_runner,
     "device-eager": partial(device_runner, enforce_eager=True),

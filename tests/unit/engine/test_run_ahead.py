@@ -373,7 +373,7 @@ def same(one: Finished, other: Finished) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     rng=st.randoms(use_true_random=False),
     page_size=st.sampled_from([1, 4, 16]),
@@ -468,38 +468,6 @@ def test_a_flight_recorder_says_that_it_may_be_the_one_before(ahead, make_reques
 def test_the_fake_device_runs_ahead_and_the_fake_model_does_not():
     assert isinstance(FakeRunnerConfig(device_seed=1).build(), RunsAhead)
     assert not isinstance(FakeRunnerConfig().build(), RunsAhead)
-
-
-def test_the_fake_device_objects_to_a_third_step(ahead, make_request):
-    drill = ahead()
-    drill.add(make_request(1, 5, max_tokens=30))
-    journal = Journal(drill)
-    drill.step()
-    device = FakeDevice(FakeRunnerConfig(device_seed=1))
-    with pytest.raises(EngineError, match="no step is in flight"):
-        device.collect()
-    device.submit(journal.plans[0])
-    device.submit(replace(journal.plans[1], token_source=None))
-    with pytest.raises(EngineError, match="in flight"):
-        device.run(journal.plans[0])
-    with pytest.raises(EngineError, match="2 steps are in flight"):
-        device.submit(journal.plans[0])
-
-
-def test_the_fake_device_takes_what_it_was_given(make_drill, make_request):
-    """A loop that fills the same arrays again after `submit` is not noticed."""
-    drill = make_drill()
-    plans: list[StepPlan] = []
-    run = drill.runner.run
-    drill.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
-    drill.add(make_request(1, 5, max_tokens=3))
-    drill.drain()
-    for seed in range(6):
-        device = FakeDevice(FakeRunnerConfig(device_seed=seed, num_pages=256))
-        copy = replace(plans[0], token_ids=plans[0].token_ids.copy())
-        device.submit(copy)
-        copy.token_ids[:] = 0
-        assert device.collect().tokens.tolist() == list(drill.answers[1].token_ids[:1])
 
 
 def test_a_loop_over_a_device_that_crashes_says_so():

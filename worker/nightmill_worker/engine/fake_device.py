@@ -39,7 +39,7 @@ class FakeDevice(FakeRunner):
         """See RunsAhead."""
         self._check_open()
         if self._num_in_flight == _MAX_IN_FLIGHT:
-            raise EngineError(f"{_MAX_IN_FLIGHT} steps are in flight already")
+            raise RuntimeError(f"{_MAX_IN_FLIGHT} steps are in flight: collect one first")
         self._num_in_flight += 1
         kept = _copied(replace(plan, sample=_copied(plan.sample)))
         self._queue.append(lambda: self._do(kept))
@@ -49,7 +49,7 @@ class FakeDevice(FakeRunner):
         """See RunsAhead."""
         self._check_open()
         if not self._num_in_flight:
-            raise EngineError("no step is in flight")
+            raise RuntimeError("no step is in flight")
         while not self._outputs:
             self._queue.popleft()()
         self._maybe_work()
@@ -59,7 +59,7 @@ class FakeDevice(FakeRunner):
     def run(self, plan: StepPlan) -> StepOutput:
         """See Runner."""
         if self._num_in_flight:
-            raise EngineError("a step is in flight: run would wait for the wrong one")
+            raise RuntimeError("run with a step in flight: collect it first")
         self.submit(plan)
         return self.collect()
 
