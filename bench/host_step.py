@@ -18,6 +18,7 @@ import json
 import pstats
 import resource
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,20 @@ class NoModel:
 
     def close(self) -> None:
         pass
+
+
+class NoDevice(NoModel):
+    """The same for steps that overlap: what is submitted has been done."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self._outputs: deque[StepOutput] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._outputs.append(self.run(plan))
+
+    def collect(self) -> StepOutput:
+        return self._outputs.popleft()
 
 
 class Rows:
@@ -97,21 +112,23 @@ class Samples:
 @click.option("--steps", default=2000, show_default=True)
 @click.option("--state", type=click.Choice(["decode", "mixed", "both"]), default="both", show_default=True)
 @click.option("--pool", "num_pages", type=int, help="Pages in the mixed state.  [default: 25 a row, which is too few]")
+@click.option("--ahead", is_flag=True, help="Steps overlap (async scheduling).")
 @click.option("--profile", is_flag=True, help="Print where the time goes.")
-def main(running: int, waiting: str, steps: int, state: str, num_pages: int | None, profile: bool) -> None:
+def main(running: int, waiting: str, steps: int, state: str, num_pages: int | None, ahead: bool, profile: bool) -> None:
     """Print a line of JSON for each state and queue length."""
     for name in ("decode", "mixed") if state == "both" else (state,):
         for num_waiting in map(int, waiting.split(",")):
-            click.echo(json.dumps(_measure(name, running, num_waiting, steps, num_pages, profile)))
+            click.echo(json.dumps(_measure(name, running, num_waiting, steps, num_pages, ahead, profile)))
 
 
 def _measure(
-    state: str, running: int, waiting: int, steps: int, num_pages: int | None, profile: bool
+    state: str, running: int, waiting: int, steps: int, num_pages: int | None, ahead: bool, profile: bool
 ) -> dict[str, object]:
     is_mixed = state == "mixed"
     mixed_pages = num_pages or MIXED_PAGES * running // 256
-    options = LoopOptions(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=8192)
-    loop = EngineLoop(NoModel(mixed_pages if is_mixed else DECODE_PAGES), options)
+    options = LoopOptions(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=8192, async_scheduling=ahead)
+    model = NoDevice if ahead else NoModel
+    loop = EngineLoop(model(mixed_pages if is_mixed else DECODE_PAGES), options)
     rows = Rows(decode_only=not is_mixed)
     rss = _rss_bytes()
     for _ in range(running + waiting):
@@ -133,6 +150,7 @@ def _measure(
         "waiting": after.waiting,
         "ended_per_step": round((after.finished - before.finished) / steps, 2),
         "evicted_per_step": round((after.evictions - before.evictions) / steps, 1),
+        "ahead": round((after.steps_ahead - before.steps_ahead) / steps, 3),
         "preemptions": after.preemptions - before.preemptions,
         "mean_ms": round(float(np.mean(samples.host)), 3),
         "p50_ms": round(float(np.percentile(samples.host, 50)), 3),
