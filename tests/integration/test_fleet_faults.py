@@ -1,7 +1,7 @@
 """A fleet whose broker, database or workers break: every row once, with its answer."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ from tests.integration.fleet_bench import FleetBench, wait_until
 from tests.services.servers import RabbitmqBroker
 
 from deploy.native.postgres import Postgres
-from nightmill.states import JobStatus, ShardState
+from deploy.native.rabbitmq import Rabbitmq, RabbitmqOptions
+from nightmill.broker import Broker
+from nightmill.states import JobStatus, ShardState, Tier
 
 
 @pytest.fixture
@@ -126,3 +128,37 @@ def test_a_row_that_kills_the_whole_worker_each_time_is_quarantined(fleet: Fleet
             break
     (ended,) = fleet.wait(job)
     fleet.check(ended, prompts, errors={17: "quarantined"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_case_I077_a_bell_that_is_answered_too_late_costs_a_channel_and_nothing_else(
+    tmp_path: Path, postgres_url: str, rabbitmq_factory: Callable[[RabbitmqOptions], Rabbitmq], queue_type: str
+) -> None:
+    """The broker closes the channel of a consumer that does not acknowledge in time, and delivers again."""
+    server = rabbitmq_factory(RabbitmqOptions(consumer_timeout_ms=2000, channel_tick_ms=500))
+    environment = {"DATABASE_URL": postgres_url, "CELERY_BROKER_URL": server.url(), "NIGHTMILL_QUEUE_TYPE": queue_type}
+    fleet = FleetBench(tmp_path, environment, str(tmp_path))
+    broker = Broker(server.url())
+    try:
+        worker = fleet.start({"step_s": 0.05}, "--slots", "high=1,normal=2,low=0")
+        job = fleet.submit("in", 300, max_tokens=20)  # seven waves of a second: a shard takes longer than the timeout
+        wait_until(lambda: closed_for_timeouts(server) >= 1, "the broker to close a channel")
+        urgent = fleet.submit("urgent", 20, tier=Tier.HIGH)  # rung on the channels that were opened since
+        for ended, rows in zip(fleet.wait(job, urgent), (300, 20), strict=True):
+            fleet.check(ended, rows)
+            assert ended.rows_recomputed == 0
+            assert {shard.attempt for shard in fleet.store.shard_results(ended.job_id)} == {1}
+        assert worker.log.count("listening to") >= 2
+        assert worker.process.poll() is None
+        wait_until(lambda: set(broker.queue_depths().values()) == {0}, "all bells to be answered")
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(25) == 0, worker.log[-3000:]
+        assert set(broker.queue_depths().values()) == {0}, "none was held without an acknowledgement"
+    finally:
+        broker.close()
+        fleet.close()
+
+
+def closed_for_timeouts(server: Rabbitmq) -> int:
+    return (server.folder / "rabbitmq.log").read_text(errors="replace").count("has timed out waiting for")

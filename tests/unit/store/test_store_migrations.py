@@ -117,7 +117,8 @@ def test_an_older_store_keeps_everything(database: Database) -> None:
     assert [len(rows) for rows in before.values()] == [2, 2, 4, 1]
     migrate.migrate(database)
     after = database.read(_rows)
-    new = {"jobs": {"generation": 0, "source_schema": None, "num_refusals": 0}, "shards": {"generation": 0, "num_rings": 0}}
+    jobs = {"generation": 0, "source_schema": None, "num_refusals": 0}
+    new = {"jobs": jobs, "shards": {"generation": 0, "num_rings": 0}}
     for table, rows in before.items():
         if (table, database.is_sqlite) != ("outbox", True):  # emptied: nobody rings there
             assert after[table] == [row | new.get(table, {}) for row in rows]
