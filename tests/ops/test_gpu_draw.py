@@ -134,7 +134,7 @@ def test_noise_of_one_in_a_hundred_million_wins(device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize(("vocab", "scale"), [(1, 0.0), (5, 3.0), (513, 0.1), (1537, 3.0), (1025, 40.0)])
+@pytest.mark.parametrize(("vocab", "scale"), [(2, 0.0), (5, 3.0), (513, 0.1), (1537, 3.0), (1025, 40.0)])
 def test_ids_are_the_references(device, gpu_dtype, vocab, scale):
     logits = logits_of(len(PLAIN), vocab, scale=scale, seed=vocab, dtype=gpu_dtype)
     rows = rows_of(len(PLAIN), seed=vocab, kinds=PLAIN)
@@ -144,7 +144,7 @@ def test_ids_are_the_references(device, gpu_dtype, vocab, scale):
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("vocab", "scale"),
-    [(9001, 3.0), *(pytest.param(*case, marks=LONG) for case in ((1, 0.0), (65, 3.0), (1100, 0.0), (2049, 20.0)))],
+    [(9001, 3.0), *(pytest.param(*case, marks=LONG) for case in ((2, 0.0), (65, 3.0), (1100, 0.0), (2049, 20.0)))],
 )
 def test_filters_keep_what_the_references_keep(device, gpu_dtype, vocab, scale):
     logits = logits_of(16, vocab, scale=scale, seed=vocab, dtype=gpu_dtype)
@@ -166,13 +166,13 @@ def test_ids_of_a_real_vocabulary(device):
     if device == "cpu":
         pytest.skip("minutes in the interpreter")
     generator = torch.Generator().manual_seed(1)
-    noise = torch.rand(256, 151_936, generator=generator).clamp_(1e-9, 1 - 1e-7)
+    noise = torch.rand(48, 151_936, generator=generator).clamp_(1e-9, 1 - 1e-7)
     logits = noise.log().neg().log().neg().mul_(2.0).bfloat16()
     for kinds, has_filters in ((PLAIN, False), (KINDS, True)):
-        rows = rows_of(256, kinds=kinds)
+        rows = rows_of(48, kinds=kinds)
         assert drawn(logits, rows, device, has_filters=has_filters) == reference(logits, rows).tolist()
-    flat = torch.randn(32, 151_936, generator=generator).mul_(0.1).bfloat16()
-    assert drawn(flat, rows_of(32), device) == reference(flat, rows_of(32)).tolist()
+    flat = torch.randn(16, 151_936, generator=generator).mul_(0.1).bfloat16()
+    assert drawn(flat, rows_of(16), device) == reference(flat, rows_of(16)).tolist()
 
 
 @pytest.mark.parametrize("capacity", [16, pytest.param(1, marks=LONG), pytest.param(256, marks=LONG)])
@@ -272,6 +272,11 @@ def test_bits_do_not_depend_on_the_other_rows(device):
     whole = drawn(logits, rows, device)
     for i in range(4):
         assert drawn(logits[i : i + 1], rows.at(torch.tensor([i])), device) == whole[i : i + 1]
+
+
+def test_one_token(device):
+    logits, rows = torch.randn(16, 1), rows_of(16)
+    assert drawn(logits, rows, device) == [0] * 16
 
 
 def test_no_rows(device):
