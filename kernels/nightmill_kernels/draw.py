@@ -31,7 +31,7 @@ def draw(logits: Tensor, rows: DrawRows, *, has_filters: bool = True) -> Tensor:
     largest z + noise wins.
 
     -1 where the row has no finite largest logit (a NaN anywhere, +inf, or all -inf): that row's forward went wrong.
-    has_filters: False says that no row has top-k or top-p, which saves a GPU five launches; nothing else looks at it.
+    has_filters: False says that no row has top-k or top-p, which saves a GPU four launches; nothing else looks at it.
 
     Raises ValueError for a layout it cannot take.
     """

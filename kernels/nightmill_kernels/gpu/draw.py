@@ -1,4 +1,4 @@
-"""Draws in Triton: three launches, five more where a row has top-k or top-p; the host waits for none of them.
+"""Draws in Triton: three launches, four more where a row has top-k or top-p; the host waits for none of them.
 
     survey      grid (pieces of the row, row): the piece's largest logit, and the lowest id that has it
     contest     grid (pieces of the row, row): the piece's best z + noise among the z ≥ cut
