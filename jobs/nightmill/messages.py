@@ -20,6 +20,9 @@ QUEUES: Mapping[Tier, str] = {tier: f"nightmill.{tier.value}.v{VERSION}" for tie
 CONTENT_TYPE = "application/json"
 CONTENT_ENCODING = "utf-8"
 
+_MAX_BYTES = 4096  # of a body; ours have about 120
+_MAX_ID = 2**63 - 1  # what the store can hold
+
 
 def encode(shard_id: int) -> dict[str, int]:
     """The message that rings for a shard."""
@@ -35,9 +38,25 @@ def decode(body: object) -> int:
     if not isinstance(body, dict) or body.get("v") != VERSION:
         raise ValueError(f"not a message of version {VERSION}: {_short(body)}")
     shard_id = body.get("shard_id")
-    if isinstance(shard_id, bool) or not isinstance(shard_id, int) or shard_id < 0:
+    if isinstance(shard_id, bool) or not isinstance(shard_id, int) or not 0 <= shard_id <= _MAX_ID:
         raise ValueError(f"a message without a shard id: {_short(body)}")
     return shard_id
+
+
+def read_task(body: bytes | memoryview | str) -> int:
+    """The shard id in the body of a task message, as it came from the broker.
+
+    Raises:
+        ValueError: it is not one of ours, or of another version.
+    """
+    text = body if isinstance(body, str) else bytes(body)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"a message of {len(text):,} bytes is none of ours: {_short(text[:40])}")
+    try:
+        (message,), _, _ = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a message of version {VERSION}: {_short(text)}") from error
+    return decode(message)
 
 
 def task_body(shard_id: int) -> bytes:

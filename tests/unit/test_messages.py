@@ -35,3 +35,23 @@ def test_each_tier_has_a_queue_with_the_version_in_its_name() -> None:
 
 def test_two_rings_are_two_messages() -> None:
     assert messages.new_task_id() != messages.new_task_id()
+
+
+@pytest.mark.parametrize("shard_id", [0, 7, 2**63 - 1])
+def test_a_task_is_read_from_its_bytes(shard_id: int) -> None:
+    assert messages.read_task(messages.task_body(shard_id)) == shard_id
+    assert messages.read_task(memoryview(messages.task_body(shard_id))) == shard_id
+    assert messages.read_task(messages.task_body(shard_id).decode()) == shard_id
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"x", b"\xff\xfe", b"null", b"7", b"{}", b"[]", b"[[],{},{}]", b"[1,2,3]", b"[" * 4000, b"x" * 10**6),
+        b'[[{"v": 1, "shard_id": 9223372036854775808}], {}, {}]',
+    ],
+)
+def test_bytes_that_are_no_task_of_ours_are_refused_in_a_line(body: bytes) -> None:
+    with pytest.raises(ValueError, match="message") as caught:
+        messages.read_task(body)
+    assert len(str(caught.value)) < 300

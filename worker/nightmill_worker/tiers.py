@@ -3,7 +3,6 @@
 What is prefetched cannot be overtaken, so an urgent message must never share a window with bulk ones.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +12,15 @@ from celery import Celery, bootsteps
 from kombu import Consumer, Queue
 
 from nightmill.errors import NightmillError
-from nightmill.messages import QUEUES, decode
+from nightmill.messages import (
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    QUEUES,
+    new_task_id,
+    read_task,
+    task_body,
+    task_headers,
+)
 from nightmill.states import Tier
 
 log = logging.getLogger(__name__)
@@ -102,17 +109,18 @@ def _receive(
     handle: Callable[[Any], None], handles: Callable[[int], bool], pulse: Callable[[], None], message: Any
 ) -> None:
     pulse()
-    shard_id = _shard_id(message)
-    if shard_id is not None and handles(shard_id):
+    try:
+        shard_id = read_task(message.body)
+    except ValueError as error:
+        # Not Celery's: what it cannot parse ends its consumer, and comes again to whoever connects next.
+        log.error("a message is dropped: %s", error)
+        message.reject_log_error(log, (OSError,))
+        return
+    if handles(shard_id):
         # After a reconnect the broker delivers again what we still work on: without a thread for it.
         message.ack_log_error(log, (OSError,))
         return
+    # The id is all we take from outside. An eta, a callback or a broken header would be obeyed, or end the consumer.
+    message.body, message.headers = task_body(shard_id), task_headers(shard_id, new_task_id())
+    message.content_type, message.content_encoding = CONTENT_TYPE, CONTENT_ENCODING
     handle(message)
-
-
-def _shard_id(message: Any) -> int | None:
-    """None: not one of ours, and Celery's handler says so."""
-    try:
-        return decode(json.loads(message.body)[0][0])
-    except (ValueError, TypeError, LookupError):
-        return None
