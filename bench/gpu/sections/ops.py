@@ -59,8 +59,10 @@ def _pytest(notebook: Notebook, task: Task, path: Path, *, parallel: bool) -> di
         ran = ended.returncode in (0, 1, 5)
         notebook.check("pytest itself ran", ran, "" if ran else (ended.stdout + ended.stderr)[-800:])
     except subprocess.TimeoutExpired as error:
-        tail = error.stdout.decode(errors="replace")[-1500:] if error.stdout else ""
-        notebook.check("the kernel tests ended in time", False, f"stopped after {limit:.0f} s\n{tail}")
+        said = error.stdout or b""
+        tail = said if isinstance(said, str) else said.decode(errors="replace")
+        notebook.say(tail[-1500:])
+        notebook.check("the kernel tests ended in time", False, f"stopped after {limit:.0f} s")
     return json.loads(path.read_text()) if path.exists() else {"passed": 0, "skipped": 0, "failed": {}, "slowest": {}}
 
 

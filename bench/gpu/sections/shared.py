@@ -103,7 +103,7 @@ def steady_state(notebook: Notebook, task: Task, runner: DeviceRunner, cost: Cos
     count, length = (300, 3) if task.is_tiny else (512, 1000)
     rows = steady_rows(count, tokens_in=length, tokens_out=length, vocab_size=500 if task.is_tiny else 10_000)
     least = bound_seconds(cost, rows)
-    if not notebook.has_time_for(f"{count} rows of {length:,} tokens in and out", 1.0 if task.is_tiny else 2.2 * least):
+    if not notebook.has_time_for(f"{count} rows of {length:,} tokens in and out", 1.0 if task.is_tiny else 1.8 * least):
         return
     r = run_rows(runner, rows, task.device)
     notebook.check(
