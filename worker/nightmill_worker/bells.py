@@ -68,6 +68,10 @@ class Bells:
                 without_mingle=True,
                 without_heartbeat=True,
             )
-            worker.start()
+            ended: object = None
+            try:
+                worker.start()
+            except Exception as error:  # noqa: BLE001 - whatever its shutdown meets: a worker without this thread is deaf
+                ended = repr(error)
             if not self._closing.wait(RESTART_S):
-                log.error("the celery worker ended by itself (%s) and is started again", worker.exitcode)
+                log.error("the celery worker ended by itself (%s) and is started again", ended or worker.exitcode)
