@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from nightmill.errors import StorageError
 from nightmill.reader import RowBatch, open_source, read_range
+from nightmill.reader.many import Progress, map_files
 from nightmill.records import JobSpec, ShardRange, SourceFile
 from nightmill.rows.parse import custom_ids
 from nightmill.storage import Storage
@@ -42,6 +43,7 @@ def find_duplicate_ids(
     limit: int = 10,
     hash_id: Callable[[str], int] = hash,
     storage: Storage | None = None,
+    progress: Progress | None = None,
 ) -> tuple[DuplicateId, ...]:
     """Find up to `limit` rows that repeat an earlier row's id, earliest first among those looked at.
 
@@ -50,17 +52,21 @@ def find_duplicate_ids(
     Raises:
         StorageError: an input cannot be read, or there is no room for 16 bytes a row in the temporary folder.
     """
-    with_ids = [source for source in sources if source.num_rows and _has_ids(source, storage)]
+    by_uri = {source.uri: source for source in sources if source.num_rows}
+    have_ids = map_files(lambda uri: _has_ids(by_uri[uri], storage), list(by_uri))
+    with_ids = [source for source, has in zip(by_uri.values(), have_ids, strict=True) if has]
     if not with_ids:
         return ()
     starts = np.cumsum([0, *(source.num_rows for source in with_ids)])
     with _disk_errors(), tempfile.TemporaryDirectory(prefix="nightmill-ids-") as folder:
         buckets = _Buckets(Path(folder), 1 + int(starts[-1]) // _ROWS_PER_BUCKET)
         with buckets:
-            for source, start in zip(with_ids, starts[:-1], strict=True):
+            for done, (source, start) in enumerate(zip(with_ids, starts[:-1], strict=True), 1):
                 for batch in _id_batches(source, storage):
                     hashes = np.fromiter(map(hash_id, custom_ids(batch, spec)), np.int64, batch.num_rows)
                     buckets.add(hashes, int(start) + batch.row_start)
+                if progress is not None:
+                    progress(done, len(with_ids))
         found: list[DuplicateId] = []
         for suspects in buckets.suspects():
             repeated = _compare(suspects, with_ids, starts, spec, storage)

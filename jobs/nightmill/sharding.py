@@ -60,6 +60,7 @@ def plan_shards(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     storage: Storage | None = None,
+    progress: Progress | None = None,
 ) -> tuple[ShardRange, ...]:
     """Cut every file into ranges of about `shard_rows` rows or `shard_bytes` (uncompressed), whichever is less.
 
@@ -74,7 +75,9 @@ def plan_shards(
             return list(_cut(file.extents, shard_rows, shard_bytes))
 
     uris = [source.uri for source in sources]
-    ranges = ((uri, *rows) for uri, cuts in zip(uris, map_files(cut, uris), strict=True) for rows in cuts)
+    ranges = (
+        (uri, *rows) for uri, cuts in zip(uris, map_files(cut, uris, progress=progress), strict=True) for rows in cuts
+    )
     return tuple(
         ShardRange(index=index, source_file=uri, row_start=start, row_end=end)
         for index, (uri, start, end) in enumerate(ranges)

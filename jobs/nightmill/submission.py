@@ -1,24 +1,27 @@
 """Submit for a fleet: look at the input, write the job down, ring. What the command and the client have in common."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from nightmill.config import Settings
 from nightmill.records import JobInfo, JobOptions, JobSpec
 from nightmill.ringing import ring
 from nightmill.store import Store
-from nightmill.submit import submit_job
-from nightmill.validate import plan_input
+from nightmill.submit import PlanProgress, say_nothing, submit_job
+from nightmill.validate import check_sources
 
 
-def submit_and_ring(store: Store, settings: Settings, spec: JobSpec, options: JobOptions) -> tuple[JobInfo, str | None]:
+def submit_and_ring(
+    store: Store, settings: Settings, spec: JobSpec, options: JobOptions, *, progress: PlanProgress = say_nothing
+) -> tuple[JobInfo, str | None]:
     """The job, and why the broker could not be rung (None: it was, or there is none). May be called again.
 
     Raises:
         ValidationError: the input does not fit, or output or key belong to another job; nothing was submitted.
     """
     spec = replace(spec, model=replace(spec.model, model=absolute_model(spec.model.model)))
-    job = submit_job(store, spec, options, check=lambda spec, _: plan_input(spec).source_schema)
+    job = submit_job(store, spec, options, check=partial(check_sources, progress=progress), progress=progress)
     return job, ring(store, settings)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nightmill.errors import NotFoundError, OutputOccupiedError, SpecMismatchError
@@ -26,6 +27,14 @@ Check = Callable[[JobSpec, Sequence[SourceFile]], "pa.Schema | None"]
 together, so that the job can end whatever becomes of them; None: whoever needs it reads all their footers."""
 
 
+PlanProgress = Callable[[str, int, int], None]
+"""Gets what is done to files, to how many it is done, and of how many."""
+
+
+def say_nothing(what: str, done: int, total: int) -> None:
+    """Where nobody waits for it."""
+
+
 def submit_job(
     store: Store,
     spec: JobSpec,
@@ -34,6 +43,7 @@ def submit_job(
     model_digest: str | None = None,
     check: Check | None = None,
     storage: Storage | None = None,
+    progress: PlanProgress = say_nothing,
 ) -> JobInfo:
     """Create the job, or find it: the same specification into the same output is the same job.
 
@@ -43,6 +53,7 @@ def submit_job(
     Args:
         model_digest: content of the resolved model; None when it is not known yet.
         check: run on the input of a new job only.
+        progress: told how the look at many files goes.
 
     Raises:
         SpecMismatchError: the output, or the idempotency key, belongs to a job that would answer otherwise.
@@ -57,11 +68,11 @@ def submit_job(
             return _same_key(known, spec, model_digest)
     owner = _owner(store, storage, spec.output)
     if owner is None:
-        wanted = _plan(spec, options, model_digest, check)
+        wanted = _plan(spec, options, model_digest, check, progress)
         if create_job_file(storage, wanted):
             failpoint("after_job_file")
             _retire_predecessor(store, storage, wanted)
-            return _insert(store, wanted, options)
+            return _insert(store, wanted, options, progress)
         owner = read_job_file(storage, spec.output)  # another process was faster by a moment
         if owner is None:
             raise OutputOccupiedError(f"{job_file_uri(spec.output)} comes and goes: is something deleting there?")
@@ -69,7 +80,7 @@ def submit_job(
     try:
         return store.job(owner.job_id)
     except NotFoundError:  # killed before the insert, or another store: the files know the rest
-        return _insert(store, owner, options)
+        return _insert(store, owner, options, progress)
 
 
 def absolute_spec(spec: JobSpec) -> JobSpec:
@@ -117,8 +128,10 @@ def _from_store(store: Store, output: str, files: Sequence[str]) -> JobFile | No
     )
 
 
-def _plan(spec: JobSpec, options: JobOptions, model_digest: str | None, check: Check | None) -> JobFile:
-    sources = list_sources(spec.inputs, output=spec.output)
+def _plan(
+    spec: JobSpec, options: JobOptions, model_digest: str | None, check: Check | None, progress: PlanProgress
+) -> JobFile:
+    sources = list_sources(spec.inputs, output=spec.output, progress=partial(progress, "reading sizes"))
     schema = None if check is None else check(spec, sources)
     return JobFile(
         job_id=new_job_id(),
@@ -131,7 +144,7 @@ def _plan(spec: JobSpec, options: JobOptions, model_digest: str | None, check: C
     )
 
 
-def _insert(store: Store, job_file: JobFile, options: JobOptions) -> JobInfo:
+def _insert(store: Store, job_file: JobFile, options: JobOptions, progress: PlanProgress) -> JobInfo:
     options = replace(options, shard_rows=job_file.shard_rows)
     info = store.create_job(
         job_file.job_id,
@@ -139,7 +152,7 @@ def _insert(store: Store, job_file: JobFile, options: JobOptions) -> JobInfo:
         job_file.spec_digest,
         options,
         job_file.sources,
-        plan_shards(job_file.sources, job_file.shard_rows),
+        plan_shards(job_file.sources, job_file.shard_rows, progress=partial(progress, "cutting into shards")),
         model_digest=job_file.model_digest,
         source_schema=job_file.source_schema,
     )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -13,6 +14,7 @@ from nightmill.records import Completion, JobSpec, ShardRange, SourceFile
 from nightmill.rows import InputRow, job_source_schema, output_schema, parse_rows
 from nightmill.sharding import DEFAULT_SHARD_ROWS, list_sources, plan_shards
 from nightmill.storage import Storage
+from nightmill.submit import PlanProgress, say_nothing
 
 MAX_EXAMPLES = 10
 CountTokens = Callable[[Sequence[InputRow]], Sequence[int]]
@@ -81,17 +83,43 @@ def plan_input(
         StorageError: a file cannot be read.
     """
     sources = list_sources(spec.inputs, output=spec.output, storage=storage)
-    source_schema = job_source_schema(sources, spec, storage=storage)
-    plan = InputPlan(
+    source_schema = check_sources(spec, sources, check_ids=check_ids, storage=storage)
+    return InputPlan(
         sources=sources,
         shards=plan_shards(sources, shard_rows, storage=storage),
         source_schema=source_schema,
         output_schema=output_schema(source_schema, spec),
         columns=resolve_columns(source_schema, spec, where=sources[0].uri),
     )
+
+
+def check_sources(
+    spec: JobSpec,
+    sources: Sequence[SourceFile],
+    *,
+    check_ids: bool = True,
+    storage: Storage | None = None,
+    progress: PlanProgress = say_nothing,
+) -> pa.Schema:
+    """Check files that were found already; returns the schema of all of them together.
+
+    Args:
+        spec: Of the job.
+        sources: What `list_sources` has found.
+        check_ids: As for `plan_input`.
+        storage: Of the inputs; None: by their uris.
+        progress: Told what is done to how many files of how many.
+
+    Raises:
+        ValidationError, StorageError: as `plan_input`.
+    """
+    read_schema, read_ids = partial(progress, "reading columns"), partial(progress, "looking for duplicate ids")
+    source_schema = job_source_schema(sources, spec, storage=storage, progress=read_schema)
+    output_schema(source_schema, spec)
+    resolve_columns(source_schema, spec, where=sources[0].uri)
     if check_ids and spec.check_ids and not spec.allow_duplicate_ids:
-        refuse_duplicates(find_duplicate_ids(sources, spec, limit=3, storage=storage))
-    return plan
+        refuse_duplicates(find_duplicate_ids(sources, spec, limit=3, storage=storage, progress=read_ids))
+    return source_schema
 
 
 def refuse_duplicates(duplicates: Sequence[DuplicateId]) -> None:

@@ -5,9 +5,9 @@ submit or resume → take back what the dead held → engine → shards, several
 
 import signal
 from dataclasses import dataclass
+from functools import partial
 
-import pyarrow as pa
-
+from nightmill.cli.planning_view import PlanningLines
 from nightmill.config import Settings
 from nightmill.errors import ErrorBudgetExceededError
 from nightmill.janitor import sweep
@@ -19,7 +19,7 @@ from nightmill.states import TERMINAL_JOB, JobStatus
 from nightmill.storage import open_storage
 from nightmill.store import Store
 from nightmill.submit import submit_job
-from nightmill.validate import plan_input
+from nightmill.validate import check_sources
 from nightmill.worker_lock import WorkerLock, new_worker_id
 from nightmill_worker.drain import Drain, InterruptedRunError
 from nightmill_worker.engine_session import EngineSession, RunOptions, engine_line
@@ -73,7 +73,11 @@ class EmbeddedRun:
                 self._reporter.phase("planning")
                 # First: an output taken away from a worker that is dead may be taken.
                 sweep(self._store, self._settings.workers_dir)
-                job = submit_job(self._store, spec, options, model_digest=self._model.digest, check=_check)
+                progress = PlanningLines(self._reporter.phase)
+                check = partial(check_sources, progress=progress)
+                job = submit_job(
+                    self._store, spec, options, model_digest=self._model.digest, check=check, progress=progress
+                )
                 for line in ignored_options(options, job):
                     self._reporter.note(line)
             self._meter.start_from(self._store.shard_results(job.job_id), job)
@@ -148,8 +152,3 @@ class EmbeddedRun:
             number,
             f"stopped by {signal.Signals(number).name}: {finished:,} of {rows.total:,} rows are finished and kept",
         )
-
-
-def _check(spec: JobSpec, sources: object) -> pa.Schema:
-    """Refuse an input that does not fit before anything is written."""
-    return plan_input(spec).source_schema

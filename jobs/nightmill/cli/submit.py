@@ -10,6 +10,7 @@ from nightmill.cli.job_options import job_flags, read_job
 from nightmill.cli.job_view import job_object
 from nightmill.cli.outcome import tell_outcome
 from nightmill.cli.param_types import Duration
+from nightmill.cli.planning_view import planning_view
 from nightmill.cli.sections import SectionedCommand
 from nightmill.cli.show import json_option, quiet_option, show_json, show_note, show_value
 from nightmill.cli.wait import LINE_EVERY_S
@@ -56,7 +57,8 @@ def submit(
     spec, options = read_job(inputs, output, flags)
     settings = Settings.from_env()
     with open_store() as store:
-        job, trouble = submit_and_ring(store, settings, spec, options)
+        with planning_view(quiet=quiet) as progress:
+            job, trouble = submit_and_ring(store, settings, spec, options, progress=progress)
         if not as_json:
             show_value(job.job_id)
         if not quiet:

@@ -9,7 +9,7 @@ import pyarrow.types as types
 from nightmill.errors import ValidationError
 from nightmill.reader import is_openai_form, open_source, resolve_columns
 from nightmill.reader.jsonl import JsonlSource
-from nightmill.reader.many import map_files
+from nightmill.reader.many import Progress, map_files
 from nightmill.records import JobSpec, SourceFile
 from nightmill.storage import Storage
 
@@ -74,7 +74,13 @@ def asks_logprobs(source_schema: pa.Schema, spec: JobSpec) -> bool:
     return not types.is_struct(kind) or kind.get_field_index("logprobs") >= 0
 
 
-def job_source_schema(sources: Sequence[SourceFile], spec: JobSpec, *, storage: Storage | None = None) -> pa.Schema:
+def job_source_schema(
+    sources: Sequence[SourceFile],
+    spec: JobSpec,
+    *,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+) -> pa.Schema:
     """Read all footers and unify: the schema that every part of the job begins with.
 
     Raises:
@@ -88,7 +94,7 @@ def job_source_schema(sources: Sequence[SourceFile], spec: JobSpec, *, storage: 
             resolve_columns(file.schema, spec, where=uri)
             return uri, file.schema
 
-    return unify_schemas(map_files(checked, [source.uri for source in sources]))
+    return unify_schemas(map_files(checked, [source.uri for source in sources], progress=progress))
 
 
 def encode_schema(schema: pa.Schema) -> str:
