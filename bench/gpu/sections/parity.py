@@ -55,6 +55,12 @@ def run(notebook: Notebook, task: Task) -> None:
 def _compare(notebook: Notebook, task: Task, subject: Subject, directory: Path) -> None:
     save(subject, directory)
     judge = Judge(directory, subject, task.device)
+    control = judge.control(prompts())
+    notebook.check(
+        f"{subject}: transformers in this dtype passes the same comparison",
+        not control.failures,
+        f"{control.num_rows} tokens, {len(control.near_ties)} near ties, {len(control.failures)} failures",
+    )
     with opened(_build(directory, subject, task)) as runner:
         _logits(notebook, runner, subject, judge)
         base = _schedules(notebook, runner, subject, judge)
@@ -95,6 +101,12 @@ class Judge:
         ids = torch.tensor([list(tokens)], device=self._device)
         return model(ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
+    def control(self, texts: Prompts) -> Comparison:
+        """transformers in the subject's dtype judged as we are: one that fails here could prove nothing."""
+        steps = [[step] for text in texts for step in _reference_steps(self.logits(text))]
+        drawn = [[token] for text in texts for token in self.rounded_logits(text).argmax(-1).tolist()]
+        return compare_greedy(steps, drawn, dtype=self._subject.dtype)
+
     def compare(self, prompts: Prompts, answers: Sequence[tuple[int, ...]]) -> Comparison:
         """Judge every token of every answer, each after our own tokens before it."""
         steps = [step for pair in zip(prompts, answers, strict=True) for step in self._along(*pair)]
@@ -104,13 +116,17 @@ class Judge:
     def _along(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[ReferenceStep]:
         key = (prompt, answer)
         if key not in self._steps:
-            logits = self.logits(prompt + answer)[len(prompt) - 1 : -1]
-            best, peaks = logits.topk(20), logits.abs().amax(dim=-1).tolist()
-            self._steps[key] = [
-                ReferenceStep(ids[0], dict(zip(ids, values, strict=True)), peak)
-                for ids, values, peak in zip(best.indices.tolist(), best.values.tolist(), peaks, strict=True)
-            ]
+            self._steps[key] = _reference_steps(self.logits(prompt + answer)[len(prompt) - 1 : -1])
         return self._steps[key]
+
+
+def _reference_steps(logits: torch.Tensor) -> list[ReferenceStep]:
+    """What was drawn at each position of [n, V], and what came close."""
+    best, peaks = logits.topk(20), logits.abs().amax(dim=-1).tolist()
+    return [
+        ReferenceStep(ids[0], dict(zip(ids, values, strict=True)), peak)
+        for ids, values, peak in zip(best.indices.tolist(), best.values.tolist(), peaks, strict=True)
+    ]
 
 
 def prompts() -> Prompts:
