@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 VOCAB = 1024
-_ENDS, _LAYERS = 1.7, 0.8  # of 1 / √width: standard deviations of what stands at the ends, and of the layers
+_ENDS, _LAYERS = 1.7, 0.5  # of 1 / √width: standard deviations of what stands at the ends, and of the layers
 WINDOW = 48  # of Gemma's local layers: shorter than the prompts
 
 
@@ -48,7 +48,7 @@ def save(subject: Subject, directory: Path) -> None:
     """Make a model whose every part shows in its logits, and that rounding to bf16 does not drive elsewhere.
 
     Layers with larger weights amplify what is rounded: transformers' own bf16 then draws other tokens than its fp32
-    far from any tie (70 of 1,800 at twice these), and comparing with anything would show nothing.
+    far from any tie (70 of 1,800 at three times these), and comparing with anything would show nothing.
     """
     import transformers
 
