@@ -43,7 +43,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[t
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("attention [spills]", ("spills", "bytes", "allowed is none", "more warps")),
+        ("attention [spills]", ("spills", "bytes", "allowed is 0", "more warps")),
         ("attention [shared memory]", ("bytes of shared memory", "has 232448", "fewer stages")),
         ("copy [no tensor cores]", ("no tensor-core instruction", "tl.dot")),
         ("copy [an argument short]", ("does not compile", "SpecError", "'out'")),
@@ -82,6 +82,18 @@ def test_a_budget_is_exact_and_one_way(tmp_path: Path) -> None:
     assert "1025 bytes of shared memory, the budget allows 1024" in finding
     (finding,) = check_builds([replace(BUILD, config="new")], budget)
     assert "not in the budget" in finding
+
+
+def test_spills_are_let_in_by_hand_only(tmp_path: Path) -> None:
+    spilling = replace(BUILD, spills=8)
+    budget = Budget({}).updated([spilling])
+    assert len(list(check_builds([spilling], budget))) == 1
+    by_hand = Budget({budget_key(spilling): Allowance(spilling.registers, spilling.shared_bytes, spills=8)})
+    by_hand.write(tmp_path / "budget.json")
+    kept = Budget.read(tmp_path / "budget.json").updated([spilling])
+    assert not list(check_builds([spilling], kept))
+    assert "allowed is 8" in next(iter(check_builds([replace(spilling, spills=12)], kept)))
+    assert list(check_builds([spilling], kept.updated([BUILD])))  # once it does without, it has to stay so
 
 
 def test_a_line_without_its_kernel_is_a_finding() -> None:

@@ -12,10 +12,11 @@ Key = tuple[str, str, str, int]  # triton, stem, config, arch
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The most a kernel may use."""
+    """The most a kernel may use. Spills are let in by hand only, line by line: no update writes them."""
 
     registers: int
     shared_bytes: int
+    spills: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Budget:
         return cls(
             {
                 (triton, row["stem"], row["config"], int(row["arch"].removeprefix("sm_"))): Allowance(
-                    row["registers"], row["shared_bytes"]
+                    row["registers"], row["shared_bytes"], row.get("spills", 0)
                 )
                 for triton, rows in json.loads(path.read_text()).items()
                 for row in rows
@@ -50,6 +51,8 @@ class Budget:
                 "registers": allowance.registers,
                 "shared_bytes": allowance.shared_bytes,
             }
+            if allowance.spills:
+                row["spills"] = allowance.spills
             versions.setdefault(triton, []).append(f"    {json.dumps(row)}")
         blocks = [f"  {json.dumps(triton)}: [\n" + ",\n".join(rows) + "\n  ]" for triton, rows in versions.items()]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,15 @@ class Budget:
         builds = [build for build in builds if build.error is None]
         covered = {(build.triton, build.arch) for build in builds}
         kept = {key: value for key, value in self.allowances.items() if (key[0], key[3]) not in covered}
-        return Budget(kept | {budget_key(build): Allowance(build.registers, build.shared_bytes) for build in builds})
+        return Budget(kept | {budget_key(build): self._allowance_for(build) for build in builds})
+
+    def spills_allowed(self, build: KernelBuild) -> int:
+        """Bytes."""
+        allowed = self.allowances.get(budget_key(build))
+        return 0 if allowed is None else allowed.spills
+
+    def _allowance_for(self, build: KernelBuild) -> Allowance:
+        return Allowance(build.registers, build.shared_bytes, min(build.spills, self.spills_allowed(build)))
 
 
 def budget_key(build: KernelBuild) -> Key:
