@@ -87,8 +87,10 @@ def test_a_mixed_batch_equals_its_rows_alone(rows: list[Row], seed: int) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_penalties_are_computed_in_float32(dtype: torch.dtype) -> None:
     logits = random_logits(12).to(dtype)
-    kinds = [Row(presence=0.3, frequency=0.1, repetition=1.3), Row(repetition=0.7), Row(num_logprobs=4), GREEDY]
-    rows = [replace(kinds[i % 4], seed=i, history=(1, 2, 2, 3, 49, 1), prompt_length=2) for i in range(12)]
+    penalised = Row(presence=0.3, frequency=0.1, repetition=1.3, num_logprobs=V)  # whose logprobs show every bit
+    kinds = [penalised, Row(repetition=0.7), Row(num_logprobs=4), GREEDY]
+    history = (1, 2, *[2] * 3, *[3] * 7, *range(4, 40), *range(10, 30), *range(20, 25))
+    rows = [replace(kinds[i % 4], seed=i, history=history, prompt_length=2, frequency=0.1 * i) for i in range(12)]
     assert_equal(run(logits, batch_of(rows)), sample(logits.clone(), batch_of(rows)))
 
 
