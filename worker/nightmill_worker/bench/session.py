@@ -13,11 +13,10 @@ from nightmill_worker.bench.measurement import Measurement
 from nightmill_worker.bench.roofline import Bound, workload_bound
 from nightmill_worker.bench.transformers_static import TransformersStatic
 from nightmill_worker.bench.workload import Workload, make_workloads
-from nightmill_worker.engine.roofline import Ceilings
+from nightmill_worker.engine.roofline import Ceilings, Roofline
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
-from nightmill_worker.model.roofline import measure_ceilings
 from nightmill_worker.model.runner import ModelRunnerConfig
 from nightmill_worker.model.source import resolve_model
 
@@ -57,6 +56,7 @@ class BenchSession:
         made = self._make_workloads()
         self.workloads = [made[name] for name in options.workloads]
         self._warm_up = _first_rows(made["W0"], min(WARM_UP_ROWS, options.limit or WARM_UP_ROWS))
+        self._roofline: Roofline | None = None  # of our runner, on whatever device it took
         self._contenders = self._make_contenders(spec)
         self._measurements: list[Measurement] = []
         self._ceilings: Ceilings | None = None
@@ -64,8 +64,10 @@ class BenchSession:
 
     def run(self, on_start: comparison.OnStart) -> list[comparison.Cell]:
         """Measure everything; `on_start` returns a row counter for each single run."""
-        self._say("measuring the machine, warming up")
-        self._ceilings = measure_ceilings(torch.device("cpu"), torch_dtype(self._dtype))
+        if self._roofline is None:
+            raise RuntimeError("the runner was built without measuring its device")
+        self._say("warming up")
+        self._ceilings = self._roofline.ceilings
         self._bounds = {
             w.name: workload_bound(w, self._config, self._ceilings, self._options.max_num_seqs, self._dtype)
             for w in self.workloads
@@ -105,6 +107,7 @@ class BenchSession:
         o = self._options
         engine_options = EngineOptions(page_size=o.page_size, max_num_seqs=o.max_num_seqs)
         runner = ModelRunnerConfig(model_dir=self._resolved.directory, spec=spec, options=engine_options).build()
+        self._roofline = runner.roofline
         limits = {
             "max_num_batched_tokens": o.max_num_batched_tokens,
             "max_model_len": self._config.resolve_max_model_len(None),
