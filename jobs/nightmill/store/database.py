@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from nightmill.errors import ConfigError, StorageError, StoreError
@@ -32,7 +32,7 @@ class Database:
     """An engine whose transactions can be retried whole: give it functions that may run more than once."""
 
     def __init__(self, url: str) -> None:
-        self.url = make_url(url)
+        self.url = _parse(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
             self.engine = _sqlite_engine(url, Path(self.url.database or ""))
@@ -76,6 +76,19 @@ class Database:
         self.engine.dispose()
 
 
+def _parse(text: str) -> URL:
+    try:
+        url = make_url(text)
+        if "@" not in (url.host or ""):
+            return url
+    except (ValueError, ArgumentError):
+        pass  # its text may quote the password
+    raise ConfigError(
+        "DATABASE_URL: user, password, host and port cannot be told apart",
+        hint="the port is a number; in user and password write @ as %40, / as %2F, : as %3A, % as %25",
+    )
+
+
 def can_retry(error: DBAPIError | PoolTimeoutError) -> bool:
     """True when the same transaction may succeed a moment later: a lock, a deadlock, a lost connection."""
     if isinstance(error, PoolTimeoutError):
@@ -110,6 +123,8 @@ def _explain(error: DBAPIError | PoolTimeoutError, to: URL) -> Exception:
             f"the job store {url} is damaged, or no database at all: {cause}",
             hint="move that file away: a new store finds unfinished jobs again by the folders they write to",
         )
+    if "invalid connection option" in cause:  # psycopg takes it for an error of its caller's
+        return ConfigError(f"DATABASE_URL: {cause}", hint="options after the ? are those of libpq: ?sslmode=require")
     if isinstance(error, OperationalError | PoolTimeoutError | InterfaceError) and to.get_backend_name() != "sqlite":
         return StoreError(
             f"the job store {url} failed: {cause}",

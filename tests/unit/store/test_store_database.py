@@ -140,3 +140,26 @@ def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
 def test_a_store_in_memory_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="file"):
         Store(url)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["a:p@ss:secret@h:5/x", "a:secret@ss@h/x", "u:secret@h:port/x", "u:p/secret@h:99:1/x"],
+)
+def test_a_url_that_cannot_be_read_is_told_without_its_password(place: str) -> None:
+    with pytest.raises(ConfigError, match="told apart") as caught:
+        Database(f"postgresql+psycopg://{place}")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_password_written_as_the_hint_says_is_taken() -> None:
+    database = Database("postgresql+psycopg://u:p%40s%2Fs%3Aw%25@h:5432/x")
+    assert database.url.password == "p@s/s:w%"
+    database.close()
+
+
+def test_an_option_that_libpq_does_not_know_is_no_bug() -> None:
+    database = Database("postgresql+psycopg://u@127.0.0.1:1/x?nonsense=1")
+    with pytest.raises(ConfigError, match='DATABASE_URL: invalid connection option "nonsense"'):
+        database.read(lambda connection: None)
+    database.close()
