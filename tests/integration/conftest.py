@@ -98,7 +98,7 @@ class Bench:
     @property
     def num_steps(self) -> int:
         """Steps that engines of spawned processes have begun."""
-        return self._journal.stat().st_size if self._journal.exists() else 0
+        return self._journal.read_bytes().count(b"\n") if self._journal.exists() else 0
 
     def spawn(self, *arguments: str, wrapper: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
         """The command line as a process of its own."""

@@ -1,4 +1,4 @@
-"""`--model fake:{…}`: the scripted runner and a tokenizer of numbers, behind the real command line.
+"""`--model fake:{…}`: the scripted engine and a tokenizer of numbers, behind the real command line.
 
 Run as a program it is `nightmill` with that one addition, so that tests can kill a real process:
 
@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.unit.run.scripted_runner import ScriptedConfig
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
@@ -18,6 +17,7 @@ from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker import loaded_model
 from nightmill_worker.embedded import LoadedModel
 from nightmill_worker.feed.tokenizer import Tokenizer
+from nightmill_worker.scripted_engine import Script
 
 VOCAB = 1000
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -47,7 +47,7 @@ def fake_model(spec: ModelSpec, tokenizer_dir: Path) -> LoadedModel:
         digest="fake-digest",
         directory=tokenizer_dir,
         tokenizer=Tokenizer.load(tokenizer_dir),
-        runner_config=ScriptedConfig(vocab_size=VOCAB, journal=Path(journal) if journal else None, **fields),
+        runner_config=Script(vocab_size=VOCAB, journal=Path(journal) if journal else None, **fields),
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker without a model, for tests and chaos: a cheap, deterministic engine that goes wrong on request.
+"""An engine without a model, for tests and chaos: a cheap, deterministic engine that goes wrong on request.
 
 `nightmill worker --fake-engine '{"step_s": 0.01}'` serves jobs of any model name. Prompts are numbers, one token each
 ("12 7" is [12, 7]; any other word is 1), and so are completions. The token drawn is a function of the last token and
@@ -40,6 +40,8 @@ class Script:
     refused_models: tuple[str, ...] = ()  # cannot be loaded
     deaths_dir: Path | None = None  # a file for every sprung trap
     max_deaths: int | None = None  # no trap springs after so many (needs deaths_dir)
+    die_every_step: bool = False
+    fail_to_build: str | None = None  # how the engine fails to start: model | memory | exit
     journal: Path | None = None  # of every step a line: monotonic seconds at its begin, sequences, those at their first
 
     @classmethod
@@ -65,7 +67,14 @@ class Script:
             raise ConfigError(f"--fake-engine: {error}") from error
 
     def build(self) -> "ScriptedRunner":
-        """Make the runner."""
+        """Make the runner, or fail as told."""
+        match self.fail_to_build:
+            case "model":
+                raise ModelError("no such model here", hint="give another --model")
+            case "memory":
+                raise MemoryError("cannot allocate 64 GiB for the page pool")
+            case "exit":
+                os._exit(7)
         time.sleep(self.load_s)
         return ScriptedRunner(self)
 
@@ -92,6 +101,8 @@ class ScriptedRunner:
         if len(self._traps):
             for token in plan.token_ids[np.isin(plan.token_ids, self._traps)][:1]:
                 self._spring(self._script.traps[int(token)])
+        if self._script.die_every_step:
+            self._spring("exit")
         last = plan.token_ids[plan.sample.token_index].astype(np.int64)
         return StepOutput(tokens=(2 + (last * 31 + plan.sample.position * 7) % 97).astype(np.int32))
 

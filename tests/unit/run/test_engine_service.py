@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.run.scripted_runner import EXIT, HANG, KILL, RAISE, SEGV, ScriptedConfig
 
 from nightmill.errors import EngineError, ModelError
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
+from nightmill_worker.scripted_engine import Script
 from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
 from nightmill_worker.wire import EngineSetup
 
@@ -38,7 +38,7 @@ def request(request_id: int, *, prompt: tuple[int, ...] = (5, 6, 7), max_tokens:
 
 def test_closing_while_the_process_is_being_spawned_leaves_nothing_behind() -> None:
     setup = EngineSetup(
-        runner_config=ScriptedConfig(load_s=60),
+        runner_config=Script(load_s=60),
         loop_options=OPTIONS,
         tokenizer_dir=None,
         parent_pid=os.getpid(),
@@ -85,7 +85,7 @@ def services() -> Iterator[list[EngineService]]:
 
 
 def test_every_request_comes_back_once(in_process: bool) -> None:
-    with EngineService.start(ScriptedConfig(), OPTIONS, in_process=in_process) as service:
+    with EngineService.start(Script(), OPTIONS, in_process=in_process) as service:
         assert service.info.pool.page_size == 16
         service.submit([request(i, max_tokens=1 + i % 9) for i in range(50)])
         finished = collect(service, 50)
@@ -103,14 +103,14 @@ def test_every_request_comes_back_once(in_process: bool) -> None:
 def test_process_and_thread_give_the_same_tokens() -> None:
     answers = []
     for in_process in (False, True):
-        with EngineService.start(ScriptedConfig(), OPTIONS, in_process=in_process) as service:
+        with EngineService.start(Script(), OPTIONS, in_process=in_process) as service:
             service.submit([request(i, prompt=(5 + i, 6, 7), max_tokens=7) for i in range(20)])
             answers.append({f.request_id: f.token_ids for f in collect(service, 20)})
     assert answers[0] == answers[1]
 
 
 def test_cancel_ends_a_request_once(in_process: bool) -> None:
-    with EngineService.start(ScriptedConfig(step_s=0.005), OPTIONS, in_process=in_process) as service:
+    with EngineService.start(Script(step_s=0.005), OPTIONS, in_process=in_process) as service:
         service.submit([request(1, max_tokens=200), request(2, max_tokens=3)])
         service.cancel([1])
         by_id = {f.request_id: f for f in collect(service, 2)}
@@ -119,7 +119,7 @@ def test_cancel_ends_a_request_once(in_process: bool) -> None:
 
 
 def test_submit_blocks_at_the_bound() -> None:
-    with EngineService.start(ScriptedConfig(), OPTIONS, in_process=True, max_outstanding=4) as service:
+    with EngineService.start(Script(), OPTIONS, in_process=True, max_outstanding=4) as service:
         service.submit([request(i) for i in range(4)])
         submitted = threading.Event()
 
@@ -139,16 +139,16 @@ def test_submit_blocks_at_the_bound() -> None:
 @pytest.mark.parametrize(
     ("what", "cause", "words"),
     [
-        (EXIT, DeathCause.EXIT, "exited with code 3"),
-        (KILL, DeathCause.SIGNAL, "SIGKILL"),
-        (SEGV, DeathCause.SIGNAL, "SIGSEGV"),
-        (RAISE, DeathCause.EXCEPTION, "CUDA out of memory"),
+        ("exit", DeathCause.EXIT, "exited with code 3"),
+        ("kill", DeathCause.SIGNAL, "SIGKILL"),
+        ("segv", DeathCause.SIGNAL, "SIGSEGV"),
+        ("raise", DeathCause.EXCEPTION, "CUDA out of memory"),
     ],
 )
 def test_a_dead_engine_says_how_it_died(
     what: str, cause: DeathCause, words: str, services: list[EngineService]
 ) -> None:
-    service = EngineService.start(ScriptedConfig(traps={POISON: what}), OPTIONS)
+    service = EngineService.start(Script(traps={POISON: what}), OPTIONS)
     services.append(service)
     service.submit([request(0), request(1)])
     assert len(collect(service, 2)) == 2
@@ -157,16 +157,16 @@ def test_a_dead_engine_says_how_it_died(
     assert isinstance(error, EngineDiedError)
     assert error.cause is cause
     assert words in error.message
-    if what == RAISE:
-        assert "scripted_runner.py" in error.detail
-    if what == SEGV:
+    if what == "raise":
+        assert "scripted_engine.py" in error.detail
+    if what == "segv":
         assert "Segmentation fault" in error.detail
     with pytest.raises(EngineError):
         service.submit([request(3)])
 
 
 def test_an_exception_in_a_thread_engine_surfaces_too(services: list[EngineService]) -> None:
-    service = EngineService.start(ScriptedConfig(traps={POISON: RAISE}), OPTIONS, in_process=True)
+    service = EngineService.start(Script(traps={POISON: "raise"}), OPTIONS, in_process=True)
     services.append(service)
     service.submit([request(2, prompt=(5, POISON))])
     error = wait_dead(service)
@@ -175,20 +175,20 @@ def test_an_exception_in_a_thread_engine_surfaces_too(services: list[EngineServi
 
 
 def test_the_watchdog_ends_a_hanging_step(services: list[EngineService]) -> None:
-    service = EngineService.start(ScriptedConfig(traps={POISON: HANG}), OPTIONS, step_timeout_s=1.0)
+    service = EngineService.start(Script(traps={POISON: "hang"}), OPTIONS, step_timeout_s=1.0)
     services.append(service)
     service.submit([request(2, prompt=(5, POISON))])
     error = wait_dead(service, deadline_s=20)
     assert isinstance(error, EngineDiedError)
     assert error.cause is DeathCause.HANG
     assert "no engine step completed for 1 s" in error.message
-    assert "scripted_runner.py" in error.detail  # the stack that hangs
+    assert "scripted_engine.py" in error.detail  # the stack that hangs
     assert "Engine in step 0: 1 sequences, 2 tokens; 0 waiting" in error.detail
     assert "request 2: 0 of 2 tokens computed" in error.detail
 
 
 def test_an_idle_engine_is_not_hanging() -> None:
-    with EngineService.start(ScriptedConfig(), OPTIONS, step_timeout_s=0.5) as service:
+    with EngineService.start(Script(), OPTIONS, step_timeout_s=0.5) as service:
         service.submit([request(0)])
         collect(service, 1)
         for _ in range(4):
@@ -197,19 +197,19 @@ def test_an_idle_engine_is_not_hanging() -> None:
 
 def test_a_failed_start_has_the_engines_message(in_process: bool) -> None:
     with pytest.raises(ModelError, match="no such model here") as caught:
-        EngineService.start(ScriptedConfig(fail_to_build="model"), OPTIONS, in_process=in_process)
+        EngineService.start(Script(fail_to_build="model"), OPTIONS, in_process=in_process)
     assert caught.value.hint == "give another --model"
     with pytest.raises(EngineError, match="cannot allocate 64 GiB"):
-        EngineService.start(ScriptedConfig(fail_to_build="memory"), OPTIONS, in_process=in_process)
+        EngineService.start(Script(fail_to_build="memory"), OPTIONS, in_process=in_process)
 
 
 def test_an_engine_that_exits_while_starting_is_an_error() -> None:
     with pytest.raises(EngineError, match="exited with code 7"):
-        EngineService.start(ScriptedConfig(fail_to_build="exit"), OPTIONS)
+        EngineService.start(Script(fail_to_build="exit"), OPTIONS)
 
 
 def test_close_is_idempotent_and_bounded(in_process: bool) -> None:
-    service = EngineService.start(ScriptedConfig(step_s=0.01), OPTIONS, in_process=in_process)
+    service = EngineService.start(Script(step_s=0.01), OPTIONS, in_process=in_process)
     service.submit([request(0, max_tokens=200)])
     service.close()
     service.close()
@@ -220,7 +220,7 @@ def test_close_is_idempotent_and_bounded(in_process: bool) -> None:
 
 
 def test_close_kills_a_hanging_engine() -> None:
-    service = EngineService.start(ScriptedConfig(traps={POISON: HANG}), OPTIONS)
+    service = EngineService.start(Script(traps={POISON: "hang"}), OPTIONS)
     pid = service.info.pid
     service.submit([request(2, prompt=(5, POISON))])
     service.close(timeout_s=0.3)
@@ -228,7 +228,7 @@ def test_close_kills_a_hanging_engine() -> None:
 
 
 def test_ctrl_c_for_the_group_leaves_the_engine_alone() -> None:
-    with EngineService.start(ScriptedConfig(), OPTIONS) as service:
+    with EngineService.start(Script(), OPTIONS) as service:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(service.info.pid, number)
         service.submit([request(0)])
@@ -237,11 +237,11 @@ def test_ctrl_c_for_the_group_leaves_the_engine_alone() -> None:
 
 ORPHAN = """
 import sys, time
-from tests.unit.run.scripted_runner import ScriptedConfig
+from nightmill_worker.scripted_engine import Script
 from tests.unit.run.test_engine_service import OPTIONS, request
 from nightmill_worker.service import EngineService
 if __name__ == "__main__":
-    service = EngineService.start(ScriptedConfig(step_s=float(sys.argv[1])), OPTIONS)
+    service = EngineService.start(Script(step_s=float(sys.argv[1])), OPTIONS)
     service.submit([request(0, max_tokens=250)])
     print(service.info.pid, flush=True)
     time.sleep(600)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.run.scripted_runner import EXIT, HANG, KILL, RAISE, ScriptedConfig, ScriptedRunner
 
 from nightmill.errors import EngineError, NightmillError, RowErrorCode
 from nightmill.sampling import SamplingParams
@@ -17,6 +16,7 @@ from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.step import StepOutput, StepPlan
+from nightmill_worker.scripted_engine import Script, ScriptedRunner
 from nightmill_worker.service import EngineService
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
 
@@ -24,7 +24,7 @@ POISON = 999
 OPTIONS = LoopOptions(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256)
 
 
-def starter(config: ScriptedConfig, *, in_process: bool = False) -> Callable[[], EngineService]:
+def starter(config: Script, *, in_process: bool = False) -> Callable[[], EngineService]:
     return lambda: EngineService.start(config, OPTIONS, in_process=in_process, step_timeout_s=1.0)
 
 
@@ -51,7 +51,7 @@ def drain(mailbox: Mailbox, count: int, deadline_s: float = 60) -> dict[int, Out
 
 
 def test_each_shard_gets_its_own_outcomes() -> None:
-    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), FeedLimits.of(8))
+    supervisor = EngineSupervisor(starter(Script(), in_process=True), FeedLimits.of(8))
     results: dict[int, dict[int, Outcome]] = {}
 
     def shard(number: int) -> None:
@@ -69,9 +69,9 @@ def test_each_shard_gets_its_own_outcomes() -> None:
         assert sorted(results[number]) == [1000 * number + i for i in range(40)]
 
 
-@pytest.mark.parametrize("what", [EXIT, KILL, RAISE, HANG])
+@pytest.mark.parametrize("what", ["exit", "kill", "raise", "hang"])
 def test_case_I062_the_row_that_ends_the_engine_is_found(what: str, tmp_path: Path) -> None:
-    config = ScriptedConfig(traps={POISON: what}, deaths_dir=tmp_path)
+    config = Script(traps={POISON: what}, deaths_dir=tmp_path)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as one, supervisor.open() as other:
@@ -83,7 +83,7 @@ def test_case_I062_the_row_that_ends_the_engine_is_found(what: str, tmp_path: Pa
     assert all(isinstance(o, Finished) for o in bystanders.values())
     blamed = [o for o in outcomes.values() if isinstance(o, Quarantined)]
     assert [o.request_id for o in blamed] == [13]
-    assert blamed[0].code is (RowErrorCode.ENGINE_ERROR if what == RAISE else RowErrorCode.QUARANTINED)
+    assert blamed[0].code is (RowErrorCode.ENGINE_ERROR if what == "raise" else RowErrorCode.QUARANTINED)
     assert "alone" in blamed[0].message
     # The suspects are those that had started, eight at most; the others only waited in the engine.
     assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(OPTIONS.max_num_seqs))
@@ -93,7 +93,7 @@ def test_case_I062_the_row_that_ends_the_engine_is_found(what: str, tmp_path: Pa
 
 
 def test_two_poison_rows_are_both_found(tmp_path: Path) -> None:
-    config = ScriptedConfig(traps={POISON: EXIT}, deaths_dir=tmp_path)
+    config = Script(traps={POISON: "exit"}, deaths_dir=tmp_path)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
@@ -105,7 +105,7 @@ def test_two_poison_rows_are_both_found(tmp_path: Path) -> None:
 
 
 def test_case_I048_a_passing_failure_blames_no_row(tmp_path: Path) -> None:
-    config = ScriptedConfig(traps={POISON: RAISE}, deaths_dir=tmp_path, max_deaths=1)
+    config = Script(traps={POISON: "raise"}, deaths_dir=tmp_path, max_deaths=1)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
@@ -119,7 +119,7 @@ def test_case_I048_a_passing_failure_blames_no_row(tmp_path: Path) -> None:
 
 def test_answers_after_a_crash_equal_those_without(tmp_path: Path) -> None:
     answers = []
-    for config in (ScriptedConfig(), ScriptedConfig(traps={POISON: KILL}, deaths_dir=tmp_path)):
+    for config in (Script(), Script(traps={POISON: "kill"}, deaths_dir=tmp_path)):
         supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
         with supervisor.open() as mailbox:
             mailbox.offer([request(i, poison=i == 9) for i in range(30)])
@@ -131,7 +131,7 @@ def test_answers_after_a_crash_equal_those_without(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_never_works_is_given_up(tmp_path: Path) -> None:
-    config = ScriptedConfig(die_every_step=True, deaths_dir=tmp_path)
+    config = Script(die_every_step=True, deaths_dir=tmp_path)
     supervisor = EngineSupervisor(starter(config, in_process=False), FeedLimits.of(2))
     with supervisor.open() as mailbox:
         mailbox.offer([request(i) for i in range(100)])
@@ -142,7 +142,7 @@ def test_an_engine_that_never_works_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_restart_that_fails_reaches_every_shard(tmp_path: Path) -> None:
-    configs = iter([ScriptedConfig(traps={POISON: EXIT}), ScriptedConfig(fail_to_build="memory")])
+    configs = iter([Script(traps={POISON: "exit"}), Script(fail_to_build="memory")])
     supervisor = EngineSupervisor(lambda: EngineService.start(next(configs), OPTIONS), FeedLimits.of(8))
     with supervisor.open() as mailbox:
         mailbox.offer([request(1, poison=True)])
@@ -152,7 +152,7 @@ def test_a_restart_that_fails_reaches_every_shard(tmp_path: Path) -> None:
 
 
 def test_closing_a_mailbox_cancels_its_rows_only() -> None:
-    supervisor = EngineSupervisor(starter(ScriptedConfig(step_s=0.002), in_process=True), FeedLimits.of(8))
+    supervisor = EngineSupervisor(starter(Script(step_s=0.002), in_process=True), FeedLimits.of(8))
     with supervisor.open() as other:
         with supervisor.open() as mailbox:
             mailbox.offer([request(i, max_tokens=200) for i in range(8)])
@@ -165,7 +165,7 @@ def test_closing_a_mailbox_cancels_its_rows_only() -> None:
 
 
 def test_nothing_enters_after_stop_admitting() -> None:
-    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), FeedLimits.of(8))
+    supervisor = EngineSupervisor(starter(Script(), in_process=True), FeedLimits.of(8))
     supervisor.stop_admitting()
     with supervisor.open() as mailbox:
         mailbox.offer([request(1)])
@@ -175,7 +175,7 @@ def test_nothing_enters_after_stop_admitting() -> None:
 
 
 def test_a_death_with_thousands_waiting_suspects_only_what_had_started(tmp_path: Path) -> None:
-    config = ScriptedConfig(traps={POISON: KILL}, deaths_dir=tmp_path)
+    config = Script(traps={POISON: "kill"}, deaths_dir=tmp_path)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
@@ -199,7 +199,7 @@ def test_a_row_that_ends_the_engine_as_it_comes_in_is_found(monkeypatch: pytest.
         add(loop, request)
 
     monkeypatch.setattr(EngineLoop, "add", trip)
-    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), FeedLimits.of(8))
+    supervisor = EngineSupervisor(starter(Script(), in_process=True), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
             mailbox.offer([request(i, poison=i == 150) for i in range(300)])
@@ -210,7 +210,7 @@ def test_a_row_that_ends_the_engine_as_it_comes_in_is_found(monkeypatch: pytest.
 
 
 def test_a_drain_finishes_what_has_started_and_gives_back_what_waits() -> None:
-    supervisor = EngineSupervisor(starter(ScriptedConfig(step_s=0.005), in_process=True), FeedLimits.of(8))
+    supervisor = EngineSupervisor(starter(Script(step_s=0.005), in_process=True), FeedLimits.of(8))
     with supervisor.open() as mailbox:
         mailbox.offer([request(i, max_tokens=20) for i in range(500)])
         while mailbox.running < 8:
@@ -229,7 +229,7 @@ def test_a_drain_finishes_what_has_started_and_gives_back_what_waits() -> None:
 
 
 def test_a_row_is_named_before_the_step_that_it_ends(tmp_path: Path) -> None:
-    config = ScriptedConfig(traps={POISON: KILL}, deaths_dir=tmp_path, max_deaths=1)
+    config = Script(traps={POISON: "kill"}, deaths_dir=tmp_path, max_deaths=1)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
@@ -243,7 +243,7 @@ def test_a_row_is_named_before_the_step_that_it_ends(tmp_path: Path) -> None:
 
 def test_the_shard_with_the_most_rows_at_risk_is_told_to_flush() -> None:
     limits = replace(FeedLimits.of(8), max_unflushed=10)
-    supervisor = EngineSupervisor(starter(ScriptedConfig(), in_process=True), limits)
+    supervisor = EngineSupervisor(starter(Script(), in_process=True), limits)
     with supervisor.open() as one, supervisor.open() as other:
         one.note_unflushed(3)
         other.note_unflushed(6)
@@ -266,7 +266,7 @@ def test_an_idle_engine_waits_until_it_can_plan_with_all() -> None:
             sizes.append(plan.num_sequences)
             return super().run(plan)
 
-    class SpyConfig(ScriptedConfig):
+    class SpyConfig(Script):
         def build(self) -> ScriptedRunner:
             return Spy(self)
 
