@@ -1,6 +1,8 @@
 """The commands that look at a store, called as click calls them. The job they look at is a real one."""
 
 import json
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.integration.fake_model import make_tokenizer
 from nightmill.cli.main import COMMANDS, cli
 from nightmill.errors import ExitCode
 from nightmill.records import JobOptions
+from nightmill.store import Store
 from nightmill_worker.cli.run_options import SwapSpace
 from nightmill_worker.report import SilentReporter
 
@@ -79,6 +82,26 @@ def test_status_by_id_by_output_and_of_the_last_job(finished: Bench, monkeypatch
     text = call(finished, "status").stdout
     for words in ("completed", "30 of 30 (100.0 %)", "empty_prompt 1", str(finished.output)):
         assert words in text
+
+
+def test_status_says_where_to_look_when_a_job_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, make_tokenizer(tmp_path / "tokenizer"))
+    pq.write_table(pa.table({"prompt": ["2 3"] * 4}), tmp_path / "in.parquet")
+    submitted = call(bench, "submit", str(tmp_path / "in.parquet"), "-o", str(tmp_path / "out"), "--model", "any")
+    assert submitted.exit_code == 0, submitted.stderr
+    assert "janitor" not in call(bench, "status").stderr
+    with closing(Store(f"sqlite:///{tmp_path / 'home/nightmill.db'}")) as store:
+        store.cancel(submitted.stdout.strip())
+    assert "janitor" not in call(bench, "status").stderr, "it has only just been cancelled"
+    monkeypatch.setattr("nightmill.cli.status.CLOSING_TAKES", timedelta(0))
+    for words in ([], ["--json"]):
+        assert (
+            "shards wait to be closed; where that lasts, `nightmill janitor --once`"
+            in call(bench, "status", *words).stderr
+        )
+    (tmp_path / "out/part-00000.parquet").write_bytes(b"somebody else's")
+    swept = call(bench, "janitor", "--once", "--json")
+    assert (swept.exit_code, "was not written by this job" in swept.stdout) == (1, True)
 
 
 def test_an_unknown_job_is_exit_4_and_says_what_to_do(finished: Bench) -> None:
