@@ -265,12 +265,21 @@ def sweep(device: str, of: Heads, page_size: int = 16) -> Iterator[tuple[str, fl
     chosen = choose_config(head_dim=of.head_dim, itemsize=2, has_wide=False)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     tried: list[tuple[int, AttentionConfig, int | None]] = [
-        (chunk, replace(chosen, programs_per_sm=per_sm), per_sm) for chunk in (256, 512, 1024) for per_sm in (2, 3, 6)
+        (chunk, chosen, per_sm) for chunk in (256, 512, 1024) for per_sm in (2, 3, 6)
     ]
     tried += [(chunk, chosen, None) for chunk in (128, 256, 512)]
     tried += [
-        (256, AttentionConfig(block_n=n, num_warps=warps, num_stages=stages, programs_per_sm=0), None)
-        for n, warps, stages in ((64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 4, 4), (64, 8, 3), (64, 2, 3), (32, 2, 3))
+        # As many programs as their registers are to leave room for.
+        (256, AttentionConfig(block_n=n, num_warps=warps, num_stages=stages, programs_per_sm=fit), None)
+        for n, warps, stages, fit in (
+            (64, 4, 2, 4),
+            (64, 4, 4, 2),
+            (32, 4, 3, 4),
+            (32, 4, 4, 4),
+            (64, 8, 3, 3),
+            (64, 2, 3, 3),
+            (32, 2, 3, 5),
+        )
     ]
     for chunk, config, per_sm in tried:
         with chunk_of(chunk):
