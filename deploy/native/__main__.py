@@ -75,7 +75,8 @@ def _up(state: State, options: StackOptions) -> None:
         _stop(state)
         raise
     _say(f"up in {time.monotonic() - began:.0f} s. Next:  set -a; . {_short(state.env_file)}; set +a")
-    _say('then:  nightmill submit "s3://$NIGHTMILL_BUCKET/prompts/" -o "s3://$NIGHTMILL_BUCKET/answers/" --model demo')
+    submit = 'nightmill submit "s3://$NIGHTMILL_BUCKET/prompts/" -o "s3://$NIGHTMILL_BUCKET/answers/"'
+    _say(f"then:  {submit} --model demo --wait     (some prompts are there)")
 
 
 def _refuse_what_is_half_up(records: list[ProcessRecord]) -> None:

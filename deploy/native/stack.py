@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.native.ceph import Ceph
+from deploy.native.examples import put_examples
 from deploy.native.failure import ServiceError, log_tail
 from deploy.native.folder import prepare
 from deploy.native.moto import Moto
@@ -92,6 +93,7 @@ class Stack:
             self._say("S3 is moto: it keeps everything in memory, and `make down` loses it")
         self._up(f"S3 ({kind})", server)
         server.endpoint.create_bucket(BUCKET)
+        put_examples(server.endpoint, BUCKET)
         self.env |= server.endpoint.env(BUCKET)
 
     def _up(self, name: str, server: Postgres | Rabbitmq | Ceph | Moto) -> None:

@@ -58,10 +58,13 @@ class Checkout:
         return dict(item.split("=", 1) for item in out.decode().split("\0") if item)
 
     def nightmill(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        program = str(Path(sys.executable).with_name("nightmill"))
-        environment = self.env | {"NIGHTMILL_HOME": str(self.folder / "client")}
+        return self.shell('exec nightmill "$@"', *words)
+
+    def shell(self, line: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = self.env | {"NIGHTMILL_HOME": str(self.folder / "client"), "PATH": path}
         return subprocess.run(
-            [program, *words], env=environment, capture_output=True, text=True, timeout=120, check=False
+            ["sh", "-c", line, "-", *words], env=environment, capture_output=True, text=True, timeout=120, check=False
         )
 
 
@@ -91,6 +94,13 @@ def test_a_job_through_the_whole_system(checkout: Checkout, s3: str) -> None:
         endpoint = S3Endpoint(
             url=env["AWS_ENDPOINT_URL_S3"], access_key=env["AWS_ACCESS_KEY_ID"], secret_key=env["AWS_SECRET_ACCESS_KEY"]
         )
+        said = re.search(r"then:  (nightmill submit .* --wait)", up.stdout)
+        assert said is not None
+        first = checkout.shell(said[1] + " --json")  # to the letter what a newcomer is told to run
+        assert first.returncode == 0, first.stderr
+        assert json.loads(first.stdout)["request_counts"]["completed"] == 16
+        endpoint.delete_bucket(env["NIGHTMILL_BUCKET"])
+        endpoint.create_bucket(env["NIGHTMILL_BUCKET"])
         _put_prompts(endpoint, env["NIGHTMILL_BUCKET"])
 
         job = checkout.nightmill(
