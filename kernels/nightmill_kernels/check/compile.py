@@ -44,6 +44,7 @@ def compile_spec(spec: KernelSpec, arch: int) -> KernelBuild:
             "num_warps": spec.num_warps,
             "num_stages": spec.num_stages,
             "enable_fp_fusion": spec.enable_fp_fusion,
+            "maxnreg": spec.max_registers,
         }
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:  # noqa: BLE001  # whatever a compiler throws is this row's result, not ours

@@ -20,6 +20,11 @@ class AttentionConfig:
     num_stages: int  # one more than the blocks of K and V that are in flight
     programs_per_sm: int  # of a persistent grid: as many as registers and shared memory of sm_90 let run at once
 
+    @property
+    def max_registers(self) -> int:
+        """Of a thread. Left alone, the assembler spills to fit a program more than shared memory has room for."""
+        return min(255, 65_536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+
 
 def choose_config(*, head_dim: int, itemsize: int, has_wide: bool) -> AttentionConfig:
     """The launch for a head size and elements of 2 bytes (bf16, fp16) or 4; reasons in docs/kernels.md."""
@@ -29,11 +34,10 @@ def choose_config(*, head_dim: int, itemsize: int, has_wide: bool) -> AttentionC
     if row_bytes <= 256:
         return AttentionConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2 if has_wide else 3)
     if row_bytes <= 512:
-        # 64 rows of 256 sums do not fit the registers of four warps.
-        wide = has_wide and itemsize == 2
-        return AttentionConfig(
-            block_n=32, num_warps=8 if wide else 4, num_stages=3, programs_per_sm=1 if has_wide else 3
-        )
+        if has_wide and itemsize == 2:
+            # 64 rows of 256 sums do not fit the registers of four warps; with eight, one program fills an SM.
+            return AttentionConfig(block_n=32, num_warps=8, num_stages=4, programs_per_sm=1)
+        return AttentionConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=1 if has_wide else 3)
     return AttentionConfig(block_n=16, num_warps=8 if has_wide else 4, num_stages=2, programs_per_sm=1)
 
 

@@ -67,15 +67,13 @@ def attention_kernel(
     """
     programs = tl.num_programs(0)
     pid = tl.program_id(0)
-    num_narrow = tl.load(header)
-    table_width = tl.load(header + 3)
     first = pid
     if HAS_WIDE:
         wide_units = tl.load(header + 1) * KV_HEADS
         for unit in range(pid, wide_units, programs):
             _attend(
                 unit % KV_HEADS,
-                items + (num_narrow + unit // KV_HEADS) * 8,
+                items + (tl.load(header, volatile=True) + unit // KV_HEADS) * 8,
                 q,
                 k_pool,
                 v_pool,
@@ -84,7 +82,7 @@ def attention_kernel(
                 partial_out,
                 partial_lse,
                 rows,
-                table_width,
+                header,
                 q_stride,
                 out_stride,
                 pool_stride,
@@ -104,7 +102,7 @@ def attention_kernel(
             )
         # Go on where the wide items left off, so that no program has two more units than another.
         first = (pid + programs - wide_units % programs) % programs
-    for unit in range(first, num_narrow * KV_HEADS, programs):
+    for unit in range(first, tl.load(header, volatile=True) * KV_HEADS, programs):
         _attend(
             unit % KV_HEADS,
             items + unit // KV_HEADS * 8,
@@ -116,7 +114,7 @@ def attention_kernel(
             partial_out,
             partial_lse,
             rows,
-            table_width,
+            header,
             q_stride,
             out_stride,
             pool_stride,
@@ -148,7 +146,7 @@ def _attend(
     partial_out,
     partial_lse,
     rows,
-    table_width,
+    header,
     q_stride,
     out_stride,
     pool_stride,
@@ -166,8 +164,11 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One item for one KV head. ONE_ROW: the row is of a decode and sees all keys of the item, but for a window."""
-    table = tables + tl.load(item + 2).to(tl.int64) * table_width
+    """One item for one KV head. ONE_ROW: the row is of a decode and sees all keys of the item, but for a window.
+
+    Loads are volatile where a value that is at hand would otherwise stand in a register for a whole loop.
+    """
+    table = tables + tl.load(item + 2).to(tl.int64) * tl.load(header + 3, volatile=True)
     key_start = tl.load(item + 3)
     key_end = tl.load(item + 4)
 
@@ -198,6 +199,8 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    k_head = k_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
+    v_head = v_pool + kv_head * (PAGE_SIZE * HEAD_DIM)
     # Columns past the context may hold anything; page 0 always exists.
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + key_start // PAGE_SIZE, mask=key_start < key_end, other=0)
@@ -207,7 +210,7 @@ def _attend(
     for start in range(key_start, key_end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         inside = key < key_end
-        place = page.to(tl.int64) * pool_stride + kv_head * (PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
+        place = page.to(tl.int64) * pool_stride + key % PAGE_SIZE * HEAD_DIM
         block = place[:, None] + dims[None, :]
         # A block ahead, so that K and V never wait for their page ids.
         if PAGE_SIZE % BLOCK_N == 0:
@@ -217,10 +220,10 @@ def _attend(
             page = tl.load(table + next_key // PAGE_SIZE, mask=next_key < key_end, other=0)
         # What K holds past the end is masked as a score; V must be zero there, since 0 * NaN is NaN.
         if PADDED_DIM == HEAD_DIM:
-            keys = tl.load(k_pool + block)
+            keys = tl.load(k_head + block)
         else:
-            keys = tl.load(k_pool + block, mask=in_head[None, :], other=0.0)
-        values = tl.load(v_pool + block, mask=inside[:, None] & in_head[None, :], other=0.0)
+            keys = tl.load(k_head + block, mask=in_head[None, :], other=0.0)
+        values = tl.load(v_head + block, mask=inside[:, None] & in_head[None, :], other=0.0)
         scores = tl.dot(rows_q, tl.trans(keys), input_precision="tf32x3") * score_scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + e^2x)
@@ -370,6 +373,7 @@ def paged_attention(
             ),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.max_registers,
         )
     if work.merges.shape[0]:
         merge_kernel[(work.merges.shape[0], q.shape[1])](
@@ -499,6 +503,7 @@ def _attention_spec(
         divisible=frozenset((*_POINTERS, *_PARTIALS, *strides)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=config.max_registers,
         wants_tensor_cores=True,
     )
 

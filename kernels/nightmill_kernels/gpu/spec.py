@@ -19,4 +19,5 @@ class KernelSpec:
     num_stages: int
     wants_tensor_cores: bool = False  # a build without mma or wgmma is refused
     min_arch: int = 80
+    max_registers: int | None = None  # of a thread: the launch's maxnreg
     enable_fp_fusion: bool = True  # False: no a · b + c is rounded once; the launch says the same
