@@ -15,6 +15,7 @@ from nightmill.sharding import list_sources, plan_shards
 from nightmill.spec import diff_sources, diff_specs, spec_digest
 from nightmill.states import TERMINAL_JOB
 from nightmill.storage import Storage, absolute, open_storage
+from nightmill.storage.location import is_probe
 from nightmill.store import Store
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _owner(store: Store, storage: Storage, output: str) -> JobFile | None:
         raise OutputOccupiedError(f"the output {output} is a file", hint="name a folder: it may be new")
     owner = read_job_file(storage, output)
     if owner is None:
-        files = [info.uri for info in storage.list(output)]
+        files = [info.uri for info in storage.list(output) if not is_probe(info.uri)]
         if files and job_file_uri(output) in files:  # created since we looked
             return read_job_file(storage, output)
         owner = _from_store(store, output, files)

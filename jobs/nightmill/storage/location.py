@@ -54,3 +54,11 @@ def segments(uri: str) -> list[str]:
 def joined(names: Sequence[str]) -> str:
     """The opposite of `segments`."""
     return names[0] + "/".join(names[1:]) if names else ""
+
+
+PROBE_NAME = "probe-"
+
+
+def is_probe(uri: str) -> bool:
+    """Whether this is an object by which somebody finds out what a store can do, or was about to when killed."""
+    return segments(uri)[-2:-1] == ["_nightmill"] and segments(uri)[-1].startswith(PROBE_NAME)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nightmill.storage.location import bucket_and_key
+from nightmill.storage.location import PROBE_NAME, bucket_and_key
 from nightmill.storage.protocol import ObjectInfo
 from nightmill.storage.s3_connection import S3Connection
 from nightmill.storage.s3_errors import S3Error
-from nightmill.storage.s3_probe import PROBE_NAME, conditions_below
+from nightmill.storage.s3_probe import conditions_below
 from nightmill.storage.s3_reader import open_object, plain_etag
 from nightmill.storage.s3_settings import S3Settings
 from nightmill.storage.s3_staged import S3StagedObject

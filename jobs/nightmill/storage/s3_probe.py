@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nightmill.storage.location import bucket_and_key
+from nightmill.storage.location import PROBE_NAME, bucket_and_key
 from nightmill.storage.s3_connection import S3Connection
 from nightmill.storage.s3_errors import S3Error
 from nightmill.storage.s3_reader import plain_etag
@@ -15,7 +15,6 @@ from nightmill.storage.s3_settings import S3Settings
 
 RACERS = 8
 _ROUNDS = 2
-PROBE_NAME = "probe-"
 _HIDDEN = "_nightmill"
 QUOTED, PLAIN = '"{}"', "{}"  # as HTTP has it; as Ceph compares it, up to 16 at least
 _NO_ETAG = "0123456789abcdef0123456789abcdef"

@@ -124,6 +124,22 @@ def test_case_I026_an_output_with_foreign_files_is_refused_and_left_alone(store:
     assert [path for path in Path(spec.output).rglob("*") if path.is_file()] == [theirs]
 
 
+@pytest.mark.parametrize(
+    ("name", "free"), [("_nightmill/probe-0a1b-0", True), ("_nightmill/x", False), ("probe-0", False)]
+)
+def test_a_probe_that_another_submission_writes_or_left_takes_no_output(
+    store: Store, spec: JobSpec, name: str, free: bool
+) -> None:
+    path = Path(spec.output) / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    if free:
+        assert submit_job(store, spec, OPTIONS).status is JobStatus.QUEUED
+        return
+    with pytest.raises(OutputOccupiedError, match="no job of nightmill wrote"):
+        submit_job(store, spec, OPTIONS)
+
+
 def test_an_output_that_is_a_file_is_refused(store: Store, spec: JobSpec, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
     with pytest.raises(OutputOccupiedError, match="is a file"):
