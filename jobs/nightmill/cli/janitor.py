@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from dataclasses import asdict
 
 import click
@@ -14,6 +15,8 @@ from nightmill.janitor import Janitor, JanitorReport
 from nightmill.logs import FORMATS, set_up_logs
 from nightmill.store import Store
 from nightmill.worker_lock import WorkerLock, new_worker_id
+
+OTHERS_S = 10.0
 
 
 @click.command(epilog="Example: nightmill janitor --once --json")
@@ -36,13 +39,21 @@ def janitor(once: bool, as_json: bool, log_format: str) -> int:
         with WorkerLock(settings.workers_dir, worker_id):
             work = Janitor(store, settings, broker, worker_id=worker_id)
             if once:
-                return _show(work.sweep(), as_json)
+                return _show(_sweep_once(work), as_json)
             work.run(_stopped_by_signals())
             return ExitCode.DONE
     finally:
         store.close()
         if broker is not None:
             broker.close()
+
+
+def _sweep_once(work: Janitor) -> JanitorReport:
+    """One sweep that is the only one: those of a running fleet take moments, so one that is at work is waited for."""
+    deadline = time.monotonic() + OTHERS_S
+    while not (report := work.sweep()).granted and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return report
 
 
 def _at_least_info(level: str) -> str:

@@ -16,6 +16,7 @@ from tests.integration.fake_model import make_tokenizer
 
 from nightmill.cli.main import COMMANDS, cli
 from nightmill.errors import ExitCode
+from nightmill.janitor import Janitor, JanitorReport
 from nightmill.records import JobOptions
 from nightmill.store import Store
 from nightmill_worker.cli.run_options import SwapSpace
@@ -102,6 +103,15 @@ def test_status_says_where_to_look_when_a_job_cannot_be_closed(tmp_path: Path, m
     (tmp_path / "out/part-00000.parquet").write_bytes(b"somebody else's")
     swept = call(bench, "janitor", "--once", "--json")
     assert (swept.exit_code, "was not written by this job" in swept.stdout) == (1, True)
+
+
+def test_one_sweep_waits_for_its_turn(finished: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = [JanitorReport(granted=False), JanitorReport(granted=False), JanitorReport(granted=True, num_expired=1)]
+    monkeypatch.setattr(Janitor, "sweep", lambda self: reports.pop(0))
+    assert call(finished, "janitor", "--once").stderr == "expired leases: 1\n"
+    reports += [JanitorReport(granted=False)]
+    monkeypatch.setattr("nightmill.cli.janitor.OTHERS_S", 0.0)
+    assert call(finished, "janitor", "--once").stderr == "another janitor is at work\n"
 
 
 def test_an_unknown_job_is_exit_4_and_says_what_to_do(finished: Bench) -> None:
