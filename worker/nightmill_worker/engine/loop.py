@@ -24,6 +24,7 @@ from nightmill_worker.engine.packing import Packer
 from nightmill_worker.engine.page_pool import PagePool
 from nightmill_worker.engine.preemption import Preemption, PreemptionCause, PreemptionCost
 from nightmill_worker.engine.prefix_index import PrefixIndex
+from nightmill_worker.engine.refusal import reason_to_refuse
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.residency import Residency
 from nightmill_worker.engine.roofline import HasRoofline
@@ -143,7 +144,13 @@ class EngineLoop:
             raise EngineError(f"request {request.request_id} is already in the engine; ids of live requests are unique")
         self._num_added += 1
         sequence = EngineSequence(request, self._num_added, entry=self.ledger.entry(request.job_id, request.tier))
-        reason = self._reason_to_refuse(request)
+        reason = reason_to_refuse(
+            request,
+            max_model_len=self.options.max_model_len,
+            pool=self.pool,
+            vocab_size=self._runner.vocab_size,
+            has_text=self._detokenize is not None,
+        )
         if reason is not None:
             self._exit.refuse(sequence, reason)
             return
@@ -373,24 +380,6 @@ class EngineLoop:
         if is_length_known(sequence):
             return request.sampling.max_tokens
         return self.lengths.expected(request.job_id, request.tier.value, request.sampling.max_tokens)
-
-    def _reason_to_refuse(self, request: Request) -> str | None:
-        length, limit = len(request.prompt), self.options.max_model_len
-        if length == 0:
-            return "the prompt has no tokens"
-        if length + request.sampling.max_tokens > limit:
-            return (
-                f"the prompt has {length} tokens and max_tokens is {request.sampling.max_tokens}; "
-                f"together they may be at most {limit} (max_model_len)"
-            )
-        if self.pool.num_pages(length) > self.pool.num_usable:
-            usable, size = self.pool.num_usable, self.pool.page_size
-            return f"the prompt has {length} tokens; the page pool holds {usable * size} ({usable} pages of {size})"
-        if min(request.prompt) < 0 or max(request.prompt) >= self._runner.vocab_size:
-            return f"the prompt has token ids outside the vocabulary of {self._runner.vocab_size}"
-        if request.sampling.stop and self._detokenize is None:
-            return "stop strings need a tokenizer; this engine was started without one"
-        return None
 
 
 def _expected_work(sequence: EngineSequence) -> int:
