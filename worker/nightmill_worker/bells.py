@@ -1,6 +1,7 @@
 """Celery's worker, on a thread of its own: it hears the bells. While the broker is away, the fleet does without."""
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Mapping
 
@@ -8,6 +9,7 @@ from celery import Celery
 from celery.worker import WorkController
 from celery.worker import state as celery_state
 
+from nightmill.errors import NightmillError
 from nightmill.states import Tier
 from nightmill_worker.app import make_app
 from nightmill_worker.tasks import Answer, RingAgain, register
@@ -16,6 +18,7 @@ from nightmill_worker.tiers import add_tier_consumers
 log = logging.getLogger(__name__)
 
 RESTART_S = 2.0
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 8.0  # for a broker that is away or refuses us: doubling
 
 
 class Bells:
@@ -35,6 +38,8 @@ class Bells:
     ) -> None:
         self._worker_id = worker_id
         self._slots = slots
+        self._declare = declare
+        self._pulse = pulse
         self._app: Celery = make_app(broker_url, worker_id)
         register(self._app, answer, ring_again)
         add_tier_consumers(self._app, slots, declare=declare, handles=handles, pulse=pulse)
@@ -55,8 +60,22 @@ class Bells:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _wait_for_broker(self) -> bool:
+        """Until it takes us; False when closed. Celery would ask one that refuses our password five times a second."""
+        pause_s = FIRST_WAIT_S
         while not self._closing.is_set():
+            try:
+                self._declare()
+                return True
+            except NightmillError as error:
+                self._pulse()  # not stuck, but refused: that a restart does not heal, and shards come from the store
+                log.error("waiting for the broker, shards are looked for in the store meanwhile: %s", error)
+            self._closing.wait(pause_s * random.uniform(0.7, 1.3))
+            pause_s = min(2 * pause_s, MAX_WAIT_S)
+        return False
+
+    def _run(self) -> None:
+        while self._wait_for_broker():
             worker = WorkController(
                 app=self._app,
                 hostname=f"nightmill@{self._worker_id}",
