@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from nightmill.errors import ConfigError
 from nightmill_worker.engine.stats import EngineStats
 from nightmill_worker.fleet import Fleet
 from nightmill_worker.model_host import ModelHost, Serving
@@ -158,14 +159,22 @@ def work_metrics(stats: Iterable[EngineStats]) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """`/metrics` and `/healthz` on a port; port 0 takes a free one, `port` says which."""
+    """`/metrics` and `/healthz` on a port; port 0 takes a free one, `port` says which.
+
+    Raises:
+        ConfigError: the port is taken, or not ours to take.
+    """
 
     def __init__(self, port: int, collector: Collector, health: Callable[[], dict[str, Any]]) -> None:
         registry = CollectorRegistry()
         for each in (collector, ProcessCollector(registry=None), PlatformCollector(registry=None)):
             registry.register(each)
         GCCollector(registry=registry)
-        self._server = ThreadingHTTPServer(("", port), _handler(registry, health))
+        try:
+            self._server = ThreadingHTTPServer(("", port), _handler(registry, health))
+        except OSError as error:
+            hint = "choose another, 0 for a free one, or end what listens there"
+            raise ConfigError(f"port {port} for metrics: {error.strerror or error}", hint=hint) from error
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
