@@ -117,11 +117,12 @@ def _expand(name: str, output: str | None, storage: Storage, given: str) -> Iter
     if info is not None:
         yield info
         return
+    infos: list[ObjectInfo] = []
     if _GLOB_CHARACTERS & set(name):
         root = _root(name, name)
         pattern = segments(name)
         infos = [info for info in storage.list(joined(root)) if _match(segments(info.uri), pattern)]
-    else:
+    if not infos:  # no pattern, or a folder that is called so
         root = segments(name)
         infos = [info for info in storage.list(name) if info.uri.lower().endswith(SUFFIXES)]
     visible = [i for i in infos if not _is_hidden(i.uri, root) and not (output and _is_below(i.uri, output))]

@@ -45,6 +45,17 @@ def test_globs(tmp_path: Path) -> None:
         assert names(list_sources([f"{tmp_path}/{pattern}"]), tmp_path) == found, pattern
 
 
+def test_a_folder_that_is_called_like_a_pattern(tmp_path: Path) -> None:
+    for name in ("run [1]/a.parquet", "run [1]/.b.parquet", "run [1]/sub?/c.parquet", "run 1x/d.parquet"):
+        write(tmp_path / name, ROWS)
+    sources = list_sources([f"{tmp_path}/run [1]/"])
+    assert names(sources, tmp_path) == ["run [1]/a.parquet", "run [1]/sub?/c.parquet"]
+    assert len({source_name([f"{tmp_path}/run [1]"], source.uri) for source in sources}) == 2
+    assert names(list_sources([f"{tmp_path}/run [1]/sub?"]), tmp_path) == ["run [1]/sub?/c.parquet"]
+    with pytest.raises(ValidationError, match="no such file"):
+        list_sources([f"{tmp_path}/run [2]"])
+
+
 def test_each_file_once_in_the_order_given(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.parquet"):
         write(tmp_path / name, ROWS)
