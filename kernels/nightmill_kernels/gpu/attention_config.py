@@ -21,9 +21,10 @@ class AttentionConfig:
     programs_per_sm: int  # of a persistent grid: as many as registers and shared memory of sm_90 let run at once
 
     @property
-    def max_registers(self) -> int:
+    def max_registers(self) -> int | None:
         """Of a thread. Left alone, the assembler spills to fit a program more than shared memory has room for."""
-        return min(255, 65_536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+        most = 65_536 // (32 * self.num_warps * self.programs_per_sm) // 8 * 8
+        return most if most < 255 else None  # no instruction can name more
 
 
 def choose_config(*, head_dim: int, itemsize: int, has_wide: bool) -> AttentionConfig:
