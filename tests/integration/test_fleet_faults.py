@@ -11,7 +11,7 @@ from tests.services.servers import RabbitmqBroker
 from deploy.native.postgres import Postgres
 from deploy.native.rabbitmq import Rabbitmq, RabbitmqOptions
 from nightmill.broker import Broker
-from nightmill.states import JobStatus, ShardState, Tier
+from nightmill.states import TERMINAL_JOB, JobStatus, ShardState, Tier
 
 
 @pytest.fixture
@@ -113,21 +113,27 @@ def test_case_I062_rows_that_end_the_engine_are_found_among_several_shards(fleet
 
 
 @pytest.mark.long
-def test_a_row_that_kills_the_whole_worker_each_time_is_quarantined(fleet: FleetBench) -> None:
+@pytest.mark.parametrize("poisoned", [(17,), (14, 15)])  # two: on either side of where the search halves
+def test_a_row_that_kills_the_whole_worker_each_time_is_quarantined(
+    fleet: FleetBench, poisoned: tuple[int, ...]
+) -> None:
     prompts = [f"{10 + i} {20 + i}" for i in range(60)]
-    prompts[17] = "999 1"
+    for row in poisoned:
+        prompts[row] = "999 1"
     job = fleet.submit("in", prompts, shard_rows=30)
     script = {"traps": {"999": "kill_worker"}, "step_s": 0.005}
-    for _ in range(12):
+    for _ in range(12 * len(poisoned)):
         worker = fleet.start(script, "--lease-ttl", "2")
         wait_until(
-            lambda worker=worker: worker.process.poll() is not None or fleet.store.job(job.job_id).rows.failed > 0,  # type: ignore[misc]
-            "the worker to die, or the row to be found",
+            lambda worker=worker: (
+                worker.process.poll() is not None or fleet.store.job(job.job_id).status in TERMINAL_JOB
+            ),  # type: ignore[misc]
+            "the worker to die, or the job to end",
         )
         if worker.process.poll() is None:
             break
     (ended,) = fleet.wait(job)
-    fleet.check(ended, prompts, errors={17: "quarantined"})
+    fleet.check(ended, prompts, errors=dict.fromkeys(poisoned, "quarantined"))
 
 
 @pytest.mark.long

@@ -8,7 +8,8 @@ a crash leaves unsaid of the last moment is not counted. Rows that wait in the e
 
 After two deaths in a row without progress, the rows that were inside are suspects: an attempt then runs all other
 rows first and the suspects last, in two windows, each named in the file before it starts. Dying in a window leaves
-that window as the suspects of the next attempt. A window of one that two attempts have died with is convicted.
+that window as the suspects of the next attempt; the other suspects are parked until it has been searched to its end,
+for there may be more culprits than one. A window of one that two attempts have died with is convicted.
 """
 
 import json
@@ -62,10 +63,19 @@ class InflightMark:
 
     def suspects(self, missing: Collection[int], num_failures: int) -> tuple[int, ...]:
         """Rows to run last and in windows, in order; usually none."""
-        inside = self._window
+        inside = tuple(row for row in self._window if row in missing)
         if not inside and num_failures >= SUSPECT_AFTER:
             inside = tuple(sorted(row for row in missing if self.covers(row)))
-        return tuple(row for row in inside if row in missing)
+        return inside
+
+    def parked(self, missing: Collection[int], suspects: Collection[int]) -> tuple[int, ...]:
+        """Rows to run after the suspects, in windows like them: they were inside, too, and nothing has cleared them.
+
+        Beside the innocent, a second culprit among them would end every attempt before the window begins.
+        """
+        if not suspects:
+            return ()
+        return tuple(sorted(row for row in missing if self.covers(row) and row not in suspects))
 
     def is_convicted(self, suspects: Sequence[int]) -> bool:
         """Whether this one row alone has ended enough attempts."""

@@ -217,16 +217,17 @@ class ShardRun:
         """Give every missing row its completion; False when stopped before that."""
         missing = set(range(self.lease.range.row_start, self.lease.range.row_end)) - durable
         suspects = self._mark.suspects(missing, self.lease.num_failures)
+        parked = self._mark.parked(missing, suspects)
         if suspects:
             log.warning("earlier attempts died with %d rows of %s: they run last", len(suspects), self._name)
         with self._supervisor.open(self._context.job.options.tier) as mailbox:
-            finished = self._answer_rows(mailbox, missing - set(suspects), last=not suspects)
+            finished = self._answer_rows(mailbox, missing.difference(suspects, parked), last=not suspects)
             if finished and self._mark.is_convicted(suspects):
                 self._convict(suspects[0])
-            elif finished and suspects:
-                self._flush()
-                with self._solitude.alone(lambda: not self._must_stop(mailbox, finished=False)) as is_alone:
-                    finished = is_alone and self._answer_suspects(mailbox, suspects)
+                suspects = ()
+            groups = [group for group in (suspects, parked) if group]
+            if finished and groups:
+                finished = self._search(mailbox, groups)
             self.rows_recomputed += mailbox.reruns
         if finished:
             self._flush(last=True)
@@ -235,7 +236,13 @@ class ShardRun:
             self._mark.end_in_order()
         return finished
 
-    def _answer_suspects(self, mailbox: Mailbox, suspects: Sequence[int]) -> bool:
+    def _search(self, mailbox: Mailbox, groups: Sequence[Sequence[int]]) -> bool:
+        """Run those who may end the process, with no other shard in it; False when stopped before their end."""
+        self._flush()
+        with self._solitude.alone(lambda: not self._must_stop(mailbox, finished=False)) as is_alone:
+            return is_alone and all(self._answer_suspects(mailbox, group, last=group is groups[-1]) for group in groups)
+
+    def _answer_suspects(self, mailbox: Mailbox, suspects: Sequence[int], *, last: bool) -> bool:
         for window in windows(suspects):
             # What is durable must be known to the store before this: an attempt without progress counts as a failure.
             self._flush()
@@ -245,7 +252,7 @@ class ShardRun:
             if self._mark.narrows(window):
                 self._context.store.excuse(self.lease)  # a search that gets on may take as long as it takes
             self._mark.begin_window(window)
-            if not self._answer_rows(mailbox, set(window), last=window[-1] == suspects[-1]):
+            if not self._answer_rows(mailbox, set(window), last=last and window[-1] == suspects[-1]):
                 return False
         self._mark.end_windows()
         return True
@@ -298,6 +305,8 @@ class ShardRun:
                 if isinstance(made, RowRequest):
                     made = error_completion(made, RowErrorCode.QUARANTINED, message, attempt=self.lease.attempt)
                 self._keep(made)
+        self._flush()
+        self._mark.end_windows()
 
     def _requests(
         self, wanted: Collection[int], piece_rows: int = FEED_ROWS

@@ -85,6 +85,18 @@ def test_a_window_outlives_other_rows_running(folder: OutputFolder) -> None:
     assert mark(folder).suspects({3, 7, 9, 50}, num_failures=0) == (3, 7)
 
 
+def test_other_suspects_are_parked_until_the_window_is_searched(folder: OutputFolder) -> None:
+    first = mark(folder)
+    first.start([3, 4, 5, 6])
+    first.begin_window((3, 4))
+    second = mark(folder)
+    assert second.suspects(missing := {3, 4, 5, 6, 9}, num_failures=1) == (3, 4)
+    assert second.parked(missing, (3, 4)) == (5, 6)  # 9 was never inside
+    assert second.parked(missing, ()) == ()
+    second.settle([3, 4])
+    assert mark(folder).suspects({5, 6, 9}, num_failures=2) == (5, 6), "a window that is done hides nobody"
+
+
 def test_one_row_is_convicted_after_two_deaths_alone(folder: OutputFolder) -> None:
     for convicted in (False, False, True):
         attempt = mark(folder)
