@@ -106,6 +106,12 @@ class StorageError(NightmillError):
     code = "storage_error"
 
 
+class PartLostError(StorageError):
+    """A part that was committed is gone, or is not as long as it was."""
+
+    code = "part_lost"
+
+
 class BrokerError(NightmillError):
     """The message broker takes no messages; what is owed to it waits in the store."""
 

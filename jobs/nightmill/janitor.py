@@ -17,7 +17,7 @@ from pathlib import Path
 from nightmill.broker import Broker
 from nightmill.closing import close_shard, end_job, side_by_side
 from nightmill.config import Settings
-from nightmill.errors import BrokerError, NightmillError, StoreError
+from nightmill.errors import BrokerError, NightmillError, PartLostError, StoreError
 from nightmill.output.closer import GIVE_UP_AFTER, PartCloser, finalize
 from nightmill.relay import relay
 from nightmill.states import ShardState
@@ -30,6 +30,7 @@ EVERY_S = 2.0  # between sweeps
 MAX_CLOSINGS = 100  # shards in one sweep: the next tasks of a sweep wait for them
 MAX_ENDINGS = 20  # jobs in one sweep
 RING_EVERY_S = 10.0  # between looks for shards whose ring was lost
+LOST_AFTER = 8  # failed tries to end a job whose part is gone, 14 minutes: then it ends as failed
 _PAUSE_S, _MAX_PAUSE_S = 4.0, 300.0  # after a job's closing has failed: doubling
 
 
@@ -208,6 +209,12 @@ class Janitor:
             return end_job(self._store, job_id, partial(finalize, self._store))
         except StoreError:
             raise
+        except PartLostError as error:
+            if not self._has_failed(job_id, LOST_AFTER):
+                return error
+            # Whoever waits for the job must hear of it: it would not end before somebody puts the part back.
+            self._store.abandon_job(job_id, error.code, error.message)
+            return True
         except Exception as error:  # noqa: BLE001 - as above
             return error
 

@@ -21,7 +21,7 @@ from nightmill import messages
 from nightmill.broker import Broker
 from nightmill.config import Settings
 from nightmill.errors import StoreError
-from nightmill.janitor import Janitor
+from nightmill.janitor import LOST_AFTER, Janitor
 from nightmill.output import CheckpointWriter, OutputFolder
 from nightmill.output.closer import GIVE_UP_AFTER
 from nightmill.records import Completion, JobInfo, JobOptions, JobSpec, ModelSpec, RowCounts
@@ -160,6 +160,34 @@ def test_an_input_that_stays_away_is_done_without(place: Place, monkeypatch: pyt
     assert [(row["row_index"], row["prompt"], row["error_code"]) for row in rows] == [
         (i, None, "batch_cancelled") for i in range(NUM_ROWS)
     ]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_job_whose_part_is_gone_is_not_open_for_ever(
+    place: Place, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    moment = [1000.0]
+    monkeypatch.setattr("nightmill.janitor.time.monotonic", lambda: moment[0])
+    job_id = place.submit("a").job_id
+    place.store.cancel(job_id)
+    with monkeypatch.context() as patched:
+        patched.setattr("nightmill.janitor.MAX_ENDINGS", 0)
+        assert place.janitor().sweep().num_closed == 4
+    part = place.folder / "a-out/part-00002.parquet"
+    shutil.move(part, place.folder / "away.parquet")
+    janitor = place.janitor()
+    for _ in range(LOST_AFTER):
+        assert "part-00002.parquet is gone" in janitor.sweep().troubles[0]
+        assert place.store.job(job_id).status is JobStatus.CANCELLING
+        moment[0] += 301
+    if comes_back:
+        shutil.move(place.folder / "away.parquet", part)
+    assert janitor.sweep().ended == [job_id]
+    info = place.store.job(job_id)
+    assert (info.status, info.rows) == (JobStatus.CANCELLED, RowCounts(total=40, cancelled=40))
+    assert info.error_code == (None if comes_back else "part_lost")
+    assert (place.folder / "a-out/_manifest.json").exists() is comes_back
+    assert not janitor.sweep().did_something
 
 
 def test_an_input_that_was_overwritten_is_done_without_at_once(place: Place) -> None:

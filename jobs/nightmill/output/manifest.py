@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from nightmill.errors import StorageError
+from nightmill.errors import PartLostError
 from nightmill.failpoint import failpoint
 from nightmill.output.folder import OutputFolder
 from nightmill.output.part import publish_part
@@ -42,7 +42,8 @@ def finalize_output(
         success: False for a job that failed, was cancelled or expired: it gets no `_SUCCESS`.
 
     Raises:
-        StorageError: a part is missing or damaged, or writing failed; what is there stays, and the next try goes on.
+        PartLostError: a part is missing or damaged. StorageError: writing failed. What is there stays, the next try
+            goes on.
     """
     if not storage.creates_atomically(folder.root):
         attempts = {shard.result.part_uri: (shard.range.index, shard.attempt) for shard in shards}
@@ -59,7 +60,7 @@ def require_parts(storage: Storage, shards: Sequence[CommittedShard]) -> None:
     """Make sure that every committed part is there, as long as it was committed.
 
     Raises:
-        StorageError: one was removed or cut short by somebody else; it names the part.
+        PartLostError: one was removed or cut short by somebody else; it names the part.
     """
     expected = {shard.result.part_uri: shard.result.part_bytes for shard in shards}
 
@@ -67,7 +68,7 @@ def require_parts(storage: Storage, shards: Sequence[CommittedShard]) -> None:
         found = storage.stat(uri)
         if found is None or found.size_bytes != expected[uri]:
             state = "is gone" if found is None else f"has {found.size_bytes:,} bytes instead of {expected[uri]:,}"
-            raise StorageError(
+            raise PartLostError(
                 f"the committed part {uri} {state}: something other than nightmill changed it",
                 hint="put the file back and run again, or remove the output folder to compute the job anew",
             )
