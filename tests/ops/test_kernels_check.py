@@ -16,6 +16,7 @@ from nightmill_kernels.check.rules import check_builds, gone_lines, unknown_vers
 from nightmill_kernels.check.versions import VersionError, triton_dir
 
 PLANTED = Path(__file__).parent / "planted"
+BUDGET = Path(__file__).parents[2] / "bench" / "kernels" / "budget.json"
 BUILD = KernelBuild(stem="stem", config="config", triton="3.7.1", arch=90, registers=56, shared_bytes=1024, wgmma=2)
 ROW_KEYS = {"stem", "arch", "registers", "spills", "shared_bytes", "mma", "wgmma"}
 
@@ -38,6 +39,11 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[t
     rows = json.loads((scratch / "rows.json").read_text())
     findings = [line.removeprefix("✗ ") for line in done.stderr.splitlines() if line.startswith("✗")]
     return findings, {(row["stem"], row["config"]): row for row in rows}
+
+
+def test_every_kernel_of_the_product_passes_for_sm_90() -> None:
+    done = run_check("--arch", "90", "--budget", str(BUDGET))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -101,6 +107,7 @@ def test_a_line_without_its_kernel_is_a_finding() -> None:
     (finding,) = gone_lines([BUILD], budget)
     assert finding.startswith("stem [old] for sm_90")  # sm_80 was not built: nothing is known of it
     assert not list(gone_lines([BUILD], budget.updated([BUILD])))
+    assert budget.updated([BUILD], is_all=False).allowances.keys() == {*budget.allowances, budget_key(BUILD)}
     assert budget.updated([BUILD]).allowances.keys() == {
         budget_key(BUILD),
         budget_key(replace(BUILD, config="old", arch=80)),

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _judge(options: argparse.Namespace, result: Result, talk: Console) -> int:
     budget = Budget.read(options.budget)
     if options.update:
-        budget = budget.updated(result.builds)
+        budget = budget.updated(result.builds, is_all=not options.module)
         budget.write(options.budget)
         talk.print(f"wrote {options.budget}", markup=False)
     findings = [*result.findings, *check_builds(result.builds, budget)]

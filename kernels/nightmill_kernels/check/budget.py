@@ -62,10 +62,13 @@ class Budget:
         """Whether there is a budget for a version at all."""
         return any(key[0] == triton for key in self.allowances)
 
-    def updated(self, builds: Iterable[KernelBuild]) -> "Budget":
-        """With what was built as the allowance; lines of the same version and architecture that were not built go."""
+    def updated(self, builds: Iterable[KernelBuild], *, is_all: bool = True) -> "Budget":
+        """With what was built as the allowance.
+
+        `is_all`: every kernel was built, so that lines of the same version and architecture without a build go.
+        """
         builds = [build for build in builds if build.error is None]
-        covered = {(build.triton, build.arch) for build in builds}
+        covered = {(build.triton, build.arch) for build in builds} if is_all else set()
         kept = {key: value for key, value in self.allowances.items() if (key[0], key[3]) not in covered}
         return Budget(kept | {budget_key(build): self._allowance_for(build) for build in builds})
 
