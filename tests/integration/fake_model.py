@@ -37,7 +37,7 @@ def make_tokenizer(directory: Path, *, chat: bool = False) -> Path:
 
 def fake_model(spec: ModelSpec, tokenizer_dir: Path) -> LoadedModel:
     """What `load_model` gives for `fake:{…}`."""
-    fields = json.loads(spec.model.removeprefix("fake:") or "{}")
+    fields = {"num_pages": 4096} | json.loads(spec.model.removeprefix("fake:") or "{}")
     fields["traps"] = {int(token): what for token, what in fields.get("traps", {}).items()}
     if "deaths_dir" in fields:
         fields["deaths_dir"] = Path(fields["deaths_dir"])
