@@ -30,6 +30,7 @@ from nightmill.states import Tier
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Request
+from nightmill_worker.engine.roofline import Ceilings, ModelCost, Roofline
 from nightmill_worker.engine.step import PoolShape, StepOutput, StepPlan
 from nightmill_worker.engine_process import tune_gc
 
@@ -47,6 +48,9 @@ class NoModel:
     def __init__(self, num_pages: int) -> None:
         self.pool = PoolShape(num_pages=num_pages, page_size=PAGE_SIZE, bytes_per_token=1)
         self.vocab_size = VOCAB
+        # As a model's runner has one: its bound is taken of every step, and is part of what is measured here.
+        cost = ModelCost(token_flops=1, logit_flops=1, attention_flops=1, weight_bytes=1, kv_bytes=1)
+        self.roofline = Roofline(cost, Ceilings(flops=1, bytes_per_s=1))
         self._rng = np.random.default_rng(0)
 
     def run(self, plan: StepPlan) -> StepOutput:
