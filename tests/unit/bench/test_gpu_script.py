@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from bench.gpu import __main__ as script
 from bench.gpu.bound import bound_seconds, decode_seconds
@@ -99,8 +100,7 @@ def test_a_section_that_raises_dies_hangs_or_is_not_there_loses_nothing(
     assert "about to die" in by_name["dies"].findings.checks[0].detail
     assert by_name["hangs"].findings.figures[0].value == 7.0
     assert "gpu_section_missing" in by_name["missing"].findings.checks[0].detail
-    with pytest.raises(ProcessLookupError):  # its child went with it
-        os.kill(int((tmp_path / "child.pid").read_text()), 0)
+    assert not _is_running(int((tmp_path / "child.pid").read_text())), "its child went with it"
     saved = json.loads((tmp_path / "results.json").read_text())
     assert [s["name"] for s in saved["sections"]] == order
     assert not saved["measured"]
@@ -108,6 +108,14 @@ def test_a_section_that_raises_dies_hangs_or_is_not_there_loses_nothing(
     assert "speed: 3 tok/s" in last
     assert "fast: 9 tok/s  [its own checks failed]" in last
     assert len(last) < 4000
+
+
+def _is_running(pid: int) -> bool:
+    """False for one that is dead and not reaped: in a container nobody may do that."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_what_no_time_is_left_for_is_said(tmp_path: Path, sections: dict[str, Section]) -> None:
