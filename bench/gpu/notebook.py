@@ -120,7 +120,7 @@ class Notebook:
         self._save()
 
     def file(self, name: str, text: str) -> None:
-        """Leave a file beside the results; few of them fit through the door of a lent machine."""
+        """Leave a file beside the results; few of them fit through the door of a rented machine."""
         (self._folder / name).write_text(text)
         self.note(f"see {name}")
 

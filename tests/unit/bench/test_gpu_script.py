@@ -176,7 +176,7 @@ def test_bounds_are_those_of_the_benchmarks_page() -> None:
 
 
 def test_every_section_works_on_tiny_shapes(tmp_path: Path) -> None:
-    """As on a lent machine: nothing of ours installed, no services' packages to be had, no plugin of this suite."""
+    """As on a rented machine: nothing of ours installed, no services' packages to be had, no plugin of this suite."""
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "sitecustomize.py").write_text(WITHOUT_PACKAGES)
