@@ -5,16 +5,14 @@ adds I13. Planted bugs show that the machine can fail.
 """
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from tests.property import planted_bugs
 
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
@@ -320,26 +318,11 @@ PLANTS = (
 
 def hunt(name: str) -> None:
     """Run the machine with a bug in place; EngineError when it is found."""
-    next(plant for plant in PLANTS if plant.__name__ == name)(pytest.MonkeyPatch())
-    rules = settings(
-        max_examples=4000,
-        stateful_step_count=30,
-        phases=[Phase.generate],
-        print_blob=False,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(EngineHunt, settings=rules)
+    planted_bugs.hunt(EngineHunt, PLANTS, name)
 
 
 @pytest.mark.parametrize("name", [plant.__name__ for plant in PLANTS])
 def test_planted_bug_is_caught(name: str):
-    # In an interpreter of its own: what hypothesis draws depends on the modules that other tests have loaded.
-    program = f"from tests.property.test_engine_machine import hunt; hunt({name!r})"
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
+    found = planted_bugs.hunt_alone("test_engine_machine", name)
     assert found.returncode == 1
     assert re.search(r"EngineError: .*(invariant broken|page pool)", found.stderr), found.stderr[-2000:]

@@ -5,17 +5,15 @@ the request alone; so what runs ahead answers as what does not. Planted bugs sho
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
+from tests.property import planted_bugs
 from tests.property.test_engine_machine import FAIL_TOKEN, VOCAB, EngineMachine, hunting_options, letters, loop_options
 
 from nightmill_worker.engine.drill import Drill
@@ -154,26 +152,11 @@ PLANTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
 
 def hunt(name: str) -> None:
     """Run the machine with a bug in place; EngineError when it is found."""
-    next(plant for plant in PLANTS if plant.__name__ == name)(pytest.MonkeyPatch())
-    rules = settings(
-        max_examples=4000,
-        stateful_step_count=30,
-        phases=[Phase.generate],
-        print_blob=False,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(AheadHunt, settings=rules)
+    planted_bugs.hunt(AheadHunt, PLANTS, name)
 
 
 @pytest.mark.parametrize("name", [plant.__name__ for plant in PLANTS])
 def test_planted_bug_is_caught(name: str):
-    # In an interpreter of its own: what hypothesis draws depends on the modules that other tests have loaded.
-    program = f"from tests.property.test_run_ahead_machine import hunt; hunt({name!r})"
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
+    found = planted_bugs.hunt_alone("test_run_ahead_machine", name)
     assert found.returncode == 1
     assert re.search(r"EngineError: .*(invariant broken|page pool|not in use)", found.stderr), found.stderr[-2000:]
