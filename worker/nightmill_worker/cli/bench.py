@@ -37,6 +37,12 @@ WORKLOADS = ("W1", "W2", "W3")
 @click.option("--page-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a KV page.")
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; default: all cores.")
 @click.option("--limit", type=click.IntRange(1), default=None, help="Only the first N rows: not comparable, but quick.")
+@click.option(
+    "--write-workloads",
+    "folder",
+    metavar="DIR",
+    help="Only write W0 (warm-up) to W3 as .jsonl files, for the runners of other engines.",
+)
 @click.option("--json", "json_path", default=None, help="Write everything measured to this file; - for stdout.")
 def bench(
     workload: str,
@@ -51,6 +57,7 @@ def bench(
     page_size: int,
     threads: int | None,
     limit: int | None,
+    folder: str | None,
     json_path: str | None,
 ) -> None:
     """Measure generated tokens/s on the seeded workloads W1 (shared system prompt), W2 (long tail), W3 (summarise).
@@ -60,6 +67,9 @@ def bench(
       nightmill bench --workload W2 --policy both --baseline transformers --rounds 3
     """
     names = _names(workload)
+    if folder is not None:
+        _write_workloads(Path(folder), model)
+        return
     from nightmill_worker.model.threads import limit_spinning
 
     limit_spinning()  # as in the engine process, and before torch
@@ -105,6 +115,16 @@ def _names(workload: str) -> tuple[str, ...]:
     if unknown or not names:
         raise click.BadParameter(f"{', '.join(unknown) or 'none given'}; known: {', '.join(WORKLOADS)}")
     return names
+
+
+def _write_workloads(folder: Path, model: str) -> None:
+    from nightmill_worker.bench.workload_files import write_workloads
+
+    for file in write_workloads(folder, model, progress=Console(stderr=True).print):
+        w = file.workload
+        note = "the reference rows" if w.is_reference else "warm-up" if w.name == "W0" else "other rows than published"
+        tokens = f"{w.prompt_tokens:,} tokens in, {w.output_tokens:,} out"
+        click.echo(f"{file.path}: {len(w.rows)} rows, {tokens}, sha256 {file.sha256} ({note})")
 
 
 def _progress(console: Console) -> Progress:
