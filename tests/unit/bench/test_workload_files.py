@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from nightmill.cli.main import cli
 from nightmill_worker.bench.workload import REFERENCE_SHA256
-from nightmill_worker.cli.bench import bench
 
 pytestmark = pytest.mark.demo_model
 
 
 def test_files_are_those_of_the_published_figures(demo_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
-    result = CliRunner().invoke(bench, ["--write-workloads", str(folder), "--model", str(demo_model_dir)])
+    result = CliRunner().invoke(cli, ["bench", "--write-workloads", str(folder), "--model", str(demo_model_dir)])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in folder.iterdir()) == ["W0.jsonl", "W1.jsonl", "W2.jsonl", "W3.jsonl"]
     for name, expected in REFERENCE_SHA256.items():
