@@ -26,6 +26,10 @@ class OwnEngine:
 
     def run(self, workload: Workload, progress: Progress | None = None) -> Measurement:
         """Answer every row from an empty prefix index; `progress` gets the number of rows that finished in a step."""
+        return self.answer(workload, progress)[0]
+
+    def answer(self, workload: Workload, progress: Progress | None = None) -> tuple[Measurement, list[Finished]]:
+        """As `run`, with the answers in the order in which rows finished; a `request_id` is a row's number."""
         loop = EngineLoop(self.runner, self.options)
         started = time.perf_counter()
         for request in _requests(workload):
@@ -39,7 +43,7 @@ class OwnEngine:
         seconds = time.perf_counter() - started
         stats = loop.stats()
         wanted = {i: row.max_tokens for i, row in enumerate(workload.rows)}
-        return Measurement(
+        measurement = Measurement(
             engine=self.name,
             workload=workload.name,
             rows=len(workload.rows),
@@ -61,6 +65,7 @@ class OwnEngine:
                 **({} if stats.roofline_share is None else {"roofline_share": round(stats.roofline_share, 4)}),
             },
         )
+        return measurement, finished
 
 
 def continuous(runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> OwnEngine:

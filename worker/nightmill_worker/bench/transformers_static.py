@@ -33,14 +33,10 @@ class TransformersStatic:
 
     def run(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Measurement:
         """Answer every row; `progress` is called with the number of rows finished by each batch."""
-        rows = sorted(workload.rows, key=lambda row: (row.max_tokens, len(row.prompt_ids)), reverse=True)
+        rows = workload.rows
         started = time.perf_counter()
-        wrong = 0
-        for first in range(0, len(rows), self.batch_size):
-            batch = rows[first : first + self.batch_size]
-            wrong += sum(n != row.max_tokens for n, row in zip(self._generate(batch), batch, strict=True))
-            if progress is not None:
-                progress(len(batch))
+        answers = self.answer(workload, progress)
+        wrong = sum(len(tokens) != row.max_tokens for tokens, row in zip(answers, rows, strict=True))
         return Measurement(
             engine=ENGINE,
             workload=workload.name,
@@ -52,8 +48,21 @@ class TransformersStatic:
             detail={"batch_size": self.batch_size},
         )
 
+    def answer(self, workload: Workload, progress: Callable[[int], None] | None = None) -> list[list[int]]:
+        """The generated token ids of each row, in the order of the rows."""
+        rows = workload.rows
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].max_tokens, len(rows[i].prompt_ids)), reverse=True)
+        answers: list[list[int]] = [[] for _ in rows]
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            for i, tokens in zip(batch, self._generate([rows[i] for i in batch]), strict=True):
+                answers[i] = tokens
+            if progress is not None:
+                progress(len(batch))
+        return answers
+
     @torch.inference_mode()
-    def _generate(self, batch: list[WorkloadRow]) -> list[int]:
+    def _generate(self, batch: list[WorkloadRow]) -> list[list[int]]:
         width = max(len(row.prompt_ids) for row in batch)
         steps = max(row.max_tokens for row in batch)
         ids = torch.full((len(batch), width), PAD_TOKEN_ID)
@@ -62,4 +71,5 @@ class TransformersStatic:
             ids[i, width - len(row.prompt_ids) :] = torch.tensor(row.prompt_ids)
             mask[i, width - len(row.prompt_ids) :] = 1
         out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
-        return [min(row.max_tokens, out.shape[1] - width) for row in batch]
+        generated: list[list[int]] = out[:, width:].tolist()
+        return [tokens[: row.max_tokens] for tokens, row in zip(generated, batch, strict=True)]
