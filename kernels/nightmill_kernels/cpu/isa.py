@@ -13,7 +13,7 @@ REFERENCE = "reference"
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512")
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
     "portable": (),
@@ -21,7 +21,7 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 """Compiler flags of each, best first. Named features, not -march=native: a cache may be shared by unlike machines."""
 
 _NEEDS: dict[str, frozenset[str]] = {
-    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx512_bf16"}),
+    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx512_bf16", "avx512_vnni"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
     "avx2": frozenset({"avx2", "fma"}),
     "portable": frozenset(),

@@ -6,7 +6,7 @@ import torch
 
 from nightmill_kernels.cpu import loader, openmp
 
-ABI = 3
+ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -126,6 +126,27 @@ class DrawCall(Structure):
     )
 
 
+class LinearInt8Call(Structure):
+    """struct nm_linear_int8."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("panels", c_void_p),
+        ("start", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_void_p),
+        ("row_scale", c_void_p),
+        ("num_rows", c_int64),
+        ("x_stride", c_int64),
+        ("in_features", c_int32),
+        ("out_features", c_int32),
+        ("dtype", c_int32),
+        ("threads", c_int32),
+    )
+
+
 class Library:
     """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
 
@@ -141,8 +162,11 @@ class Library:
             ("nm_gated_mul", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_int]),
             ("nm_argmax", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int]),
             ("nm_draw", [POINTER(DrawCall)]),
+            ("nm_linear_int8", [POINTER(LinearInt8Call)]),
+            ("nm_int8_row_bytes", [c_int64]),
         ):
             getattr(self._c, name).argtypes = arguments
+        self._c.nm_int8_row_bytes.restype = c_int64
         if self._c.nm_abi() != ABI:
             raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
         self._c.nm_set_parallel(openmp.team_function())
@@ -179,6 +203,15 @@ class Library:
     def draw(self, call: DrawCall) -> bool:
         """False when the library does not take this shape."""
         return _done("draw", self._c.nm_draw(byref(call)))
+
+    def linear_int8(self, call: LinearInt8Call) -> bool:
+        """False when the library does not take this shape."""
+        return _done("linear_int8", self._c.nm_linear_int8(byref(call)))
+
+    def int8_row_bytes(self, in_features: int) -> int:
+        """Bytes of scratch that linear_int8 needs for each row."""
+        size: int = self._c.nm_int8_row_bytes(in_features)
+        return size
 
 
 def _done(name: str, status: int) -> bool:

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 3
+#define NM_ABI 4
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -25,6 +25,7 @@ enum nm_status {
   NM_BAD_POSITION = 6,    // a position outside the cos_sin table
   NM_NO_MEMORY = 7,
   NM_BAD_GROUP = 8,       // a group's sequences do not share its pages, or one is in two groups, or is no decode
+  NM_BAD_ROW = 9,         // a row outside the packed weight
 };
 
 // Runs fn(data) on each of num_threads threads at once and waits: the signature of libgomp's GOMP_parallel.
@@ -100,6 +101,41 @@ struct nm_draw {
   int32_t dtype, threads;
 };
 NM_EXPORT int nm_draw(const struct nm_draw *call);
+
+enum { NM_NO_GATE = -1 };
+// A linear layer, packed: x Wᵀ + b; with a gate, of 2 · outputs rows of W, gate(first half) · second half.
+struct nm_linear {
+  void *packed;             // nm_linear_bytes of it, aligned to 64
+  int64_t outputs, inputs;  // an output row and an input row have so many elements
+  int32_t dtype, gate;      // of weights, bias, inputs and outputs; NM_NO_GATE or an nm_gate
+  int32_t has_bias;
+};
+NM_EXPORT int64_t nm_linear_bytes(const struct nm_linear *layer);  // -1: unsupported
+// Fills layer->packed: weight [outputs or twice as many, inputs], stride elements between rows; bias like it or NULL.
+NM_EXPORT int nm_linear_pack(const struct nm_linear *layer, const void *weight, int64_t stride, const void *bias,
+                             int threads);
+// out [rows, outputs] of x [rows, inputs], strides in elements.
+NM_EXPORT int nm_linear(const struct nm_linear *layer, const void *x, int64_t x_stride, void *out, int64_t out_stride,
+                        int64_t rows, int threads);
+// out [count, inputs], contiguous: those rows of the weight, int32 or int64 numbers.
+NM_EXPORT int nm_linear_rows(const struct nm_linear *layer, const void *rows, int64_t count, int wide_rows, void *out,
+                             int threads);
+
+enum { NM_INT8_MAX_INPUTS = 1 << 17 };  // more, and a sum may not fit an int32
+struct nm_linear_int8 {
+  const void *x;          // [M, K], x_stride elements between rows
+  const int8_t *panels;   // [ceil(N / 64), ceil(K / 4), 64, 4] weights in ±127; zeros where N or K ends within
+  const int32_t *start;   // [ceil(N / 64) · 64] -128 · Σ weights of a channel
+  const float *scale;     // the same shape: a weight is its int8 times this
+  const float *bias;      // the same shape
+  void *out;              // [M, N]
+  void *rows;             // scratch, M · nm_int8_row_bytes(K)
+  float *row_scale;       // scratch, [M]
+  int64_t num_rows, x_stride;
+  int32_t in_features, out_features, dtype, threads;
+};
+NM_EXPORT int nm_linear_int8(const struct nm_linear_int8 *call);
+NM_EXPORT int64_t nm_int8_row_bytes(int64_t in_features);
 
 // Internal: parallel.c
 // Calls body(first, last, data) over [0, count) in pieces of at most `grain`, on up to `threads` threads.
