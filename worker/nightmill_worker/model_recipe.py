@@ -21,9 +21,11 @@ class ModelRecipe:
         Raises:
             ModelError: The model is not supported, not readable, or does not fit.
         """
+        from nightmill_worker.model.instruction_set import limit_instruction_set
         from nightmill_worker.model.threads import limit_spinning
 
         limit_spinning()
+        limit_instruction_set()
         from nightmill_worker.model.runner import ModelRunnerConfig
 
         return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=self.options).build()

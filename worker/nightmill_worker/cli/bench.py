@@ -70,9 +70,11 @@ def bench(
     if folder is not None:
         _write_workloads(Path(folder), model)
         return
+    from nightmill_worker.model.instruction_set import limit_instruction_set
     from nightmill_worker.model.threads import limit_spinning
 
     limit_spinning()  # as in the engine process, and before torch
+    limit_instruction_set()
     # torch and the model code load only once the command is really called.
     from nightmill_worker.bench.report import comparison_table
     from nightmill_worker.bench.session import BenchOptions, BenchSession
