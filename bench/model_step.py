@@ -1,8 +1,8 @@
 """One step of a model with random weights: a decode batch and a prefill chunk, in ms, and where the time goes.
 
     python bench/model_step.py [--model DIRECTORY] [--batch 64] [--context 500] [--prefill 512] [--dtype bfloat16]
-                               [--threads 2] [--repeat 20] [--sampling greedy|plain|top-p] [--shared 384]
-                               [--profile]
+                               [--quantization int8] [--threads 2] [--repeat 20] [--sampling greedy|plain|top-p]
+                               [--shared 384] [--profile]
 
 Without --model the shape is SmolLM2-135M's. The figures are the fastest and the median of `repeat` steps: on a busy
 machine only the fastest means anything, and with one thread the clock is the thread's CPU time, which other processes
@@ -50,7 +50,13 @@ def build(options: argparse.Namespace) -> Runner:
         if options.model is None:
             (directory / "config.json").write_text(json.dumps(SMOLLM2_135M))
         longest = max(options.context, options.prefill) + 1
-        spec = ModelSpec(model="dummy", dtype=options.dtype, load_format="dummy", max_model_len=longest)
+        spec = ModelSpec(
+            model="dummy",
+            dtype=options.dtype,
+            quantization=options.quantization,
+            load_format="dummy",
+            max_model_len=longest,
+        )
         engine = EngineOptions(num_threads=options.threads, pool_bytes=options.pool_mib << 20)
         return ModelRecipe(directory=directory, spec=spec, options=engine).build()
 
@@ -153,6 +159,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=500)
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=["int8"], default=None)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--pool-mib", type=int, default=2048)
@@ -169,7 +176,8 @@ def main() -> None:
         "decode": (options.batch, 1, options.context),
         "prefill": (1, options.prefill, options.prefill),
     }
-    print(f"{active_isa()} kernels, {torch.get_num_threads()} threads, {torch.__version__}")
+    weights = "" if options.quantization is None else f", {options.quantization} weights"
+    print(f"{active_isa()} kernels{weights}, {torch.get_num_threads()} threads, {torch.__version__}")
     for name, (sequences, query, context) in steps.items():
         step = plan(runner, sequences, query, context, options.sampling)
         fastest, median = measure(lambda step=step: runner.run(step), options.repeat)  # type: ignore[misc]

@@ -13,7 +13,7 @@ from nightmill.records import JobInfo, JobOptions, JobSpec, ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
 
-MODEL_FLAGS = ("revision", "dtype", "load_format", "max_model_len")
+MODEL_FLAGS = ("revision", "dtype", "quantization", "load_format", "max_model_len")
 SAMPLING_FLAGS = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "ignore_eos"),
@@ -31,6 +31,7 @@ class JobFlags(TypedDict, total=False):
     # Model
     revision: str | None
     dtype: str
+    quantization: str | None
     load_format: str
     max_model_len: int | None
     # Sampling: defaults, a row's own sampling_params go before them

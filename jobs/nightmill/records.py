@@ -15,7 +15,7 @@ class ModelSpec:
     model: str  # local directory, .gguf file, hub id, s3://…, or "demo"
     revision: str | None = None
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
-    quantization: str | None = None
+    quantization: str | None = None  # int8: weights of the layers, on CPUs
     load_format: str = "auto"  # auto | dummy
     max_model_len: int | None = None
 

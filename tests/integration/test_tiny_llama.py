@@ -12,6 +12,7 @@ import pytest
 from tests.integration.conftest import Bench
 from tests.integration.fake_model import VOCAB, make_tokenizer
 
+from nightmill.errors import SpecMismatchError
 from nightmill.records import EngineOptions, JobOptions, JobSpec, ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill_worker.drain import Drain
@@ -46,9 +47,14 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    bench: Bench, llama_dir: Path, name: str, engine: EngineOptions, sampling: SamplingParams
+    bench: Bench,
+    llama_dir: Path,
+    name: str,
+    engine: EngineOptions,
+    sampling: SamplingParams,
+    quantization: str | None = None,
 ) -> list[dict[str, Any]]:
-    model = ModelSpec(model=str(llama_dir), load_format="dummy", dtype="float32")
+    model = ModelSpec(model=str(llama_dir), load_format="dummy", dtype="float32", quantization=quantization)
     spec = JobSpec(inputs=(str(bench.input),), output=str(bench.path / name), model=model, sampling=sampling)
     loaded = load_model(model, engine, progress=lambda _: None)
     run_options = RunOptions(engine=engine, in_process=True)
@@ -73,6 +79,18 @@ def test_answers_do_not_depend_on_how_they_are_run(bench: Bench, llama_dir: Path
     for name, engine in others.items():
         rows = run(bench, llama_dir, name, engine, sampling)
         assert [row["completion"] for row in rows] == [row["completion"] for row in base], name
+
+
+def test_int8_answers_are_those_of_another_job(bench: Bench, llama_dir: Path) -> None:
+    bench.write(6)
+    engine, sampling = EngineOptions(pool_bytes=4 << 20, num_threads=1), SamplingParams(max_tokens=12, logprobs=1)
+    plain = run(bench, llama_dir, "plain", engine, sampling)
+    quantized = run(bench, llama_dir, "int8", engine, sampling, "int8")
+    assert all(row["logprobs"] != other["logprobs"] for row, other in zip(quantized, plain, strict=True))
+    assert all(row["completion_tokens"] == 12 for row in quantized)
+    for name, other, line in (("plain", "int8", 'not set → "int8"'), ("int8", None, '"int8" → not set')):
+        with pytest.raises(SpecMismatchError, match=f"quantization: {line}"):
+            run(bench, llama_dir, name, engine, sampling, other)
 
 
 def test_the_command_line_from_end_to_end(bench: Bench, llama_dir: Path) -> None:

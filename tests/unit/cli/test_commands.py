@@ -263,7 +263,7 @@ def test_usage_errors_are_exit_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--quantization", "--gpu-memory-utilization"])
-def test_a_flag_that_does_nothing_yet_is_refused(flag: str) -> None:
+def test_a_value_that_is_none_is_refused(flag: str) -> None:
     result = CliRunner().invoke(cli, ["run", "in", "-o", "out", "--model", "demo", flag, "x"])
     assert result.exit_code == ExitCode.USAGE
     assert flag in result.stderr

@@ -64,8 +64,9 @@ def test_the_command_line_without_flags_is_the_client_without_flags() -> None:
 def test_every_flag_reaches_the_job() -> None:
     """A flag that is read and then dropped would be a silent lie."""
     flags: dict[str, Any] = {
-        "revision": "r", "dtype": "float32", "load_format": "dummy", "max_model_len": 7, "temperature": 0.5,
-        "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 9, "min_tokens": 1, "stop": ["a"], "stop_token_ids": [3],
+        "revision": "r", "dtype": "float32", "quantization": "int8", "load_format": "dummy", "max_model_len": 7,
+        "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens": 9, "min_tokens": 1, "stop": ["a"],
+        "stop_token_ids": [3],
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logprobs": 2, "ignore_eos": True,
         "seed": 5, "prompt_column": "p", "messages_column": "q", "system_prompt": "s", "chat": False,
         "output_column": "c", "output_prefix": "x", "strict": True, "allow_duplicate_ids": True, "check_ids": False,
@@ -94,6 +95,7 @@ specs = st.builds(
         model=word,
         revision=st.none() | text,
         dtype=st.sampled_from(["auto", "float16"]),
+        quantization=st.sampled_from([None, "int8"]),
         max_model_len=st.none() | numbers,
     ),
     sampling=st.builds(

@@ -43,6 +43,13 @@ def test_wider_elements_cost_bytes_only(config: ModelConfig) -> None:
     assert wide.token_flops == narrow.token_flops
 
 
+def test_int8_layers_cost_half_the_bytes_and_the_head_what_it_did(config: ModelConfig) -> None:
+    plain, quantized = model_cost(config, "bfloat16"), model_cost(config, "bfloat16", "int8")
+    head = 2 * config.vocab_size * config.hidden_size
+    assert quantized.weight_bytes - head == (plain.weight_bytes - head) / 2
+    assert (quantized.kv_bytes, quantized.token_flops) == (plain.kv_bytes, plain.token_flops)
+
+
 def test_windows_count_by_their_share_of_the_layers(config: ModelConfig) -> None:
     layers = tuple(replace(layer, window=None if i % 6 == 5 else 512) for i, layer in enumerate(config.layers))
     assert dict(model_cost(replace(config, layers=layers), "bfloat16").windows) == pytest.approx(
@@ -52,13 +59,14 @@ def test_windows_count_by_their_share_of_the_layers(config: ModelConfig) -> None
 
 def test_a_device_is_measured_once_per_dtype_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     roofline_module._measure.cache_clear()
-    calls: list[torch.dtype] = []
+    calls: list[tuple[torch.dtype, str | None]] = []
     measure = roofline_module._measure_cpu
-    monkeypatch.setattr(roofline_module, "_measure_cpu", lambda dtype: calls.append(dtype) or measure(dtype))
+    monkeypatch.setattr(roofline_module, "_measure_cpu", lambda *what: calls.append(what) or measure(*what))
     first = measure_ceilings(CPU, torch.float32)
     assert measure_ceilings(CPU, torch.float32) is first
     assert measure_ceilings(CPU, torch.bfloat16) is not first
-    assert calls == [torch.float32, torch.bfloat16]
+    assert measure_ceilings(CPU, torch.float32, "int8") is not first
+    assert calls == [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8")]
     # Within what computers have been built to do.
     assert 1e8 < first.flops < 1e17
     assert 1e8 < first.bytes_per_s < 1e14

@@ -99,7 +99,7 @@ def test_a_closed_runner_says_so(config: ModelRunnerConfig) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"quantization": "int8"}, "int8"), ({"load_format": "pickle"}, "pickle"), ({"dtype": "int4"}, "int4")],
+    [({"quantization": "int3"}, "int3"), ({"load_format": "pickle"}, "pickle"), ({"dtype": "int4"}, "int4")],
 )
 def test_unknown_choices_are_refused(config: ModelRunnerConfig, changes: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message):

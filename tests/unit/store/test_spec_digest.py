@@ -20,6 +20,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"seed": 5}, "seed: 0 → 5"),
     ({"model": ModelSpec(model="other/name")}, 'model.model: "demo" → "other/name"'),
     ({"model": ModelSpec(model="demo", dtype="float32")}, 'dtype: "auto" → "float32"'),
+    ({"model": ModelSpec(model="demo", quantization="int8")}, 'quantization: not set → "int8"'),
     ({"model": ModelSpec(model="demo", max_model_len=9)}, "max_model_len: not set → 9"),
     ({"inputs": ("/in/b.parquet",)}, 'inputs: ["/in/a.parquet"] → ["/in/b.parquet"]'),
     ({"prompt_column": "text"}, 'prompt_column: not set → "text"'),

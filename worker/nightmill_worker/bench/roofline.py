@@ -22,8 +22,15 @@ class Bound:
     steps: int
 
 
-def workload_bound(workload: Workload, config: ModelConfig, ceilings: Ceilings, slots: int, dtype: str) -> Bound:
-    """Bound for `slots` sequences at once, weights and KV in `dtype`.
+def workload_bound(
+    workload: Workload,
+    config: ModelConfig,
+    ceilings: Ceilings,
+    slots: int,
+    dtype: str,
+    quantization: str | None = None,
+) -> Bound:
+    """Bound for `slots` sequences at once, weights and KV in `dtype`, the layers' weights quantised or not.
 
     The shared prefix is computed once; its KV is still read once per row, as without shared attention.
     """
@@ -35,7 +42,7 @@ def workload_bound(workload: Workload, config: ModelConfig, ceilings: Ceilings, 
         attended += _triangle(prefix, prompt + out - 1)
         kv_read += _triangle(prompt, prompt + out - 1)
     steps = _fewest_steps([row.max_tokens for row in workload.rows], slots)
-    cost, work = model_cost(config, dtype), Work(forward, workload.output_tokens, attended, kv_read)
+    cost, work = model_cost(config, dtype, quantization), Work(forward, workload.output_tokens, attended, kv_read)
     flops, num_bytes = cost.all_flops(work), cost.all_bytes(work, steps)
     compute_s, memory_s = flops / ceilings.flops, num_bytes / ceilings.bytes_per_s
     return Bound(sum_s=compute_s + memory_s, overlap_s=max(compute_s, memory_s), steps=steps)

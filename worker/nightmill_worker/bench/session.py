@@ -40,6 +40,7 @@ class BenchOptions:
     page_size: int
     threads: int | None
     limit: int | None  # rows of each workload
+    quantization: str | None = None
 
 
 class BenchSession:
@@ -49,7 +50,10 @@ class BenchSession:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self._options, self._say = options, say
-        spec = ModelSpec(model=options.model, dtype=options.dtype)
+        spec = ModelSpec(model=options.model, dtype=options.dtype, quantization=options.quantization)
+        if options.quantization is not None:
+            # No rival here computes this: its figures may not stand in a row with those of bf16 without a word.
+            say(f"weights quantised to {options.quantization}: NOT bf16, and other answers than bf16 gives")
         self._resolved = resolve_model(spec, progress=say)
         self._config = ModelConfig.from_directory(self._resolved.directory)
         self._dtype = resolve_dtype(options.dtype, self._config)
@@ -69,7 +73,9 @@ class BenchSession:
         self._say("warming up")
         self._ceilings = self._roofline.ceilings
         self._bounds = {
-            w.name: workload_bound(w, self._config, self._ceilings, self._options.max_num_seqs, self._dtype)
+            w.name: workload_bound(
+                w, self._config, self._ceilings, self._options.max_num_seqs, self._dtype, self._options.quantization
+            )
             for w in self.workloads
         }
         for contender in self._contenders:
@@ -112,11 +118,14 @@ class BenchSession:
             "max_num_batched_tokens": o.max_num_batched_tokens,
             "max_model_len": self._config.resolve_max_model_len(None),
         }
-        contenders: list[comparison.Contender] = []
+        ours: list[own_engine.OwnEngine] = []
         if "continuous" in o.policies:
-            contenders.append(own_engine.continuous(runner, max_num_seqs=o.max_num_seqs, **limits))
+            ours.append(own_engine.continuous(runner, max_num_seqs=o.max_num_seqs, **limits))
         if "static" in o.policies:
-            contenders.append(own_engine.static(runner, batch_size=o.static_batch, **limits))
+            ours.append(own_engine.static(runner, batch_size=o.static_batch, **limits))
+        if o.quantization is not None:
+            ours = [dataclasses.replace(engine, name=f"{engine.name} {o.quantization}") for engine in ours]
+        contenders: list[comparison.Contender] = [*ours]
         if "transformers" in o.baselines:
             dtype = torch_dtype(self._dtype)
             contenders.append(TransformersStatic(self._resolved.directory, dtype, batch_size=o.static_batch))

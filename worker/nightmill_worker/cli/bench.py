@@ -31,6 +31,7 @@ WORKLOADS = ("W1", "W2", "W3")
 )
 @click.option("--model", default="demo", show_default=True, help="Directory, .gguf, hub id, s3://… or demo.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16 or float32.")
+@click.option("--quantization", type=click.Choice(["int8"]), help="int8 weights: our engine alone, and said so.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=64, show_default=True, help="Sequences at once.")
 @click.option("--static-batch", type=click.IntRange(1), default=32, show_default=True, help="Rows of a static batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a step.")
@@ -51,6 +52,7 @@ def bench(
     rounds: int,
     model: str,
     dtype: str,
+    quantization: str | None,
     max_num_seqs: int,
     static_batch: int,
     max_num_batched_tokens: int,
@@ -94,6 +96,7 @@ def bench(
             page_size=page_size,
             threads=threads,
             limit=limit,
+            quantization=quantization,
         ),
         console.print,
     )

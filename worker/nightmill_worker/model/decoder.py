@@ -9,6 +9,7 @@ from nightmill_worker.model.config import ModelConfig, RopeConfig
 from nightmill_worker.model.layers import Layer, StepTensors
 from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.pool import KVPool
+from nightmill_worker.model.quantization import linear_maker
 from nightmill_worker.model.rope import rope_table
 from nightmill_worker.model.weights import ModelWeights
 
@@ -19,7 +20,15 @@ class Decoder:
     Takes the weights over: `weights.layers` is emptied as it goes, so that packing never holds the model twice.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pool: KVPool, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        pool: KVPool,
+        *,
+        max_model_len: int,
+        quantization: str | None = None,
+    ) -> None:
         self._config = config
         self._embedding = weights.embedding
         # A packed copy of a tied head would hold the embedding twice: for the demo model 56 MB more to save 2 ms of a
@@ -31,8 +40,11 @@ class Decoder:
         device = weights.embedding.device
         kinds = {layer.rope for layer in config.layers if layer.rope is not None}
         tables: dict[RopeConfig, Tensor] = {kind: rope_table(kind, max_model_len, device) for kind in kinds}
+        make_linear = linear_maker(quantization)
         self._layers = [
-            Layer(config, i, weights.layers.pop(0), pool.layer(i), tables[layer.rope] if layer.rope else None)
+            Layer(
+                config, i, weights.layers.pop(0), pool.layer(i), tables[layer.rope] if layer.rope else None, make_linear
+            )
             for i, layer in enumerate(config.layers)
         ]
 

@@ -12,6 +12,7 @@ from nightmill_kernels.qk_norm_rope import HeadNorms, qk_norm_rope
 from nightmill_kernels.rms_norm import add_rms_norm, rms_norm
 from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
 from nightmill_worker.model.linear import Linear
+from nightmill_worker.model.quantization import MakeLinear
 from nightmill_worker.model.weights import LayerWeights
 
 
@@ -37,12 +38,13 @@ class Layer:
         weights: LayerWeights,
         pages: tuple[Tensor, Tensor],
         cos_sin: Tensor | None,
+        make_linear: MakeLinear = Linear,
     ) -> None:
         self._config = config
-        self._qkv = Linear(weights.qkv, weights.qkv_bias)
-        self._out = Linear(weights.out, weights.out_bias)
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias)
-        self._down = Linear(weights.down, weights.down_bias)
+        self._qkv = make_linear(weights.qkv, weights.qkv_bias)
+        self._out = make_linear(weights.out, weights.out_bias)
+        self._gate_up = make_linear(weights.gate_up, weights.gate_up_bias)
+        self._down = make_linear(weights.down, weights.down_bias)
         self._attention_norm, self._attention_post_norm = weights.attention_norm, weights.attention_post_norm
         self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
         self._q_norm, self._k_norm = weights.q_norm, weights.k_norm

@@ -3,12 +3,13 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from nightmill_worker.engine.roofline import Ceilings, ModelCost, Roofline
 from nightmill_worker.model.config import DTYPE_BYTES, ModelConfig
+from nightmill_worker.model.linear_int8 import Int8Linear
 
 _CPU_GEMM, _CUDA_GEMM = (1024, 576, 1536), (8192, 8192, 8192)
 _CPU_READ_BYTES, _CUDA_COPY_BYTES = 128 << 20, 512 << 20  # more than the caches hold
@@ -16,13 +17,18 @@ _MIN_RUNS, _CPU_SECONDS = 3, 0.05  # of each measurement on a CPU
 _CUDA_RUNS = 10
 
 
-def model_roofline(config: ModelConfig, dtype: str, device: torch.device) -> Roofline:
+def model_roofline(config: ModelConfig, dtype: str, device: torch.device, quantization: str | None = None) -> Roofline:
     """A model on this process's device; measures the device the first time, in about 0.2 s."""
-    return Roofline(model_cost(config, dtype), measure_ceilings(device, getattr(torch, dtype)))
+    ceilings = measure_ceilings(device, getattr(torch, dtype), quantization)
+    return Roofline(model_cost(config, dtype, quantization), ceilings)
 
 
-def model_cost(config: ModelConfig, dtype: str) -> ModelCost:
-    """Cost of a model whose weights and KV are of a dtype. Norms, biases and the rows of the embedding are left out."""
+def model_cost(config: ModelConfig, dtype: str, quantization: str | None = None) -> ModelCost:
+    """Cost of a model whose weights and KV are of a dtype. Norms, biases and the rows of the embedding are left out.
+
+    Quantised are the layers, not the output projection.
+    """
+    body_bytes = DTYPE_BYTES[dtype] if quantization is None else 1
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     body = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     head = config.vocab_size * config.hidden_size
@@ -31,26 +37,30 @@ def model_cost(config: ModelConfig, dtype: str) -> ModelCost:
         token_flops=2.0 * body,
         logit_flops=2.0 * head,
         attention_flops=4.0 * config.num_layers * config.num_heads * config.head_dim,
-        weight_bytes=float(DTYPE_BYTES[dtype]) * (body + head),
+        weight_bytes=float(body_bytes * body + DTYPE_BYTES[dtype] * head),
         kv_bytes=float(config.kv_bytes_per_token(dtype)),
         windows=tuple((window, count / config.num_layers) for window, count in windows.items()),
     )
 
 
-def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """GEMM rate in a dtype and memory bandwidth of a device, once per process and number of threads."""
-    return _measure(device, dtype, torch.get_num_threads())
+def measure_ceilings(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> Ceilings:
+    """GEMM rate in a dtype and memory bandwidth of a device, once per process and number of threads.
+
+    Quantised: the rate of such a linear layer, which is above that of attention and of the output projection.
+    """
+    return _measure(device, dtype, quantization, torch.get_num_threads())
 
 
 @cache
-def _measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Ceilings:
-    return _measure_cpu(dtype) if device.type == "cpu" else _measure_cuda(device, dtype)
+def _measure(device: torch.device, dtype: torch.dtype, quantization: str | None, num_threads: int) -> Ceilings:
+    return _measure_cpu(dtype, quantization) if device.type == "cpu" else _measure_cuda(device, dtype)
 
 
-def _measure_cpu(dtype: torch.dtype) -> Ceilings:
+def _measure_cpu(dtype: torch.dtype, quantization: str | None) -> Ceilings:
     m, k, n = _CPU_GEMM
     a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-    gemm_s = _least_seconds(lambda: torch.nn.functional.linear(a, b))
+    linear = partial(torch.nn.functional.linear, weight=b) if quantization is None else Int8Linear(b)
+    gemm_s = _least_seconds(lambda: linear(a))
     big = torch.ones(_CPU_READ_BYTES // 4)
     read_s = _least_seconds(big.sum)
     return Ceilings(flops=2 * m * k * n / gemm_s, bytes_per_s=_CPU_READ_BYTES / read_s)

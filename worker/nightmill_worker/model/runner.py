@@ -24,6 +24,7 @@ from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
 from nightmill_worker.model.layers import StepTensors
 from nightmill_worker.model.pool import KVPool, plan_host_pages, plan_pool
+from nightmill_worker.model.quantization import check_quantization
 from nightmill_worker.model.roofline import model_roofline
 from nightmill_worker.model.sampler import sample
 from nightmill_worker.model.swap import HostPages
@@ -45,27 +46,25 @@ class ModelRunnerConfig:
         Raises:
             ModelError: the model is not supported, not readable, or does not fit.
         """
-        if self.spec.quantization is not None:
-            raise ModelError(
-                f"quantization {self.spec.quantization!r} is not supported", hint="Leave --quantization out."
-            )
         if self.options.num_threads is not None:
             torch.set_num_threads(self.options.num_threads)
         config = read_config(self.model_dir)
         device = open_device(self.options.device)
+        check_quantization(self.spec.quantization, CPU if device is None else device.torch_device.type)
         max_model_len = config.resolve_max_model_len(self.spec.max_model_len)
         if device is not None:
             return self._build_on(device, config, max_model_len)
         dtype = resolve_dtype(self.spec.dtype, config)
         shape = plan_pool(config, self.options, dtype=dtype, max_model_len=max_model_len)
         # Before the weights: what measuring takes in memory is free again by then.
-        roofline = model_roofline(config, dtype, torch.device(CPU))
+        roofline = model_roofline(config, dtype, torch.device(CPU), self.spec.quantization)
         runner = ModelRunner(
             config,
             self._weights(config, torch_dtype(dtype), torch.device(CPU)),
             shape,
             max_model_len=max_model_len,
             num_host_pages=plan_host_pages(shape, self.options),
+            quantization=self.spec.quantization,
         )
         runner.roofline = roofline
         return runner
@@ -106,6 +105,7 @@ class ModelRunner:
         *,
         max_model_len: int,
         num_host_pages: int = 0,
+        quantization: str | None = None,
     ) -> None:
         self._config = config
         self._shape = shape
@@ -113,7 +113,9 @@ class ModelRunner:
         self.roofline: Roofline | None = None  # see HasRoofline
         pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
         self._host: HostPages | None = HostPages(pool, num_host_pages)
-        self._decoder: Decoder | None = Decoder(config, weights, pool, max_model_len=max_model_len)
+        self._decoder: Decoder | None = Decoder(
+            config, weights, pool, max_model_len=max_model_len, quantization=quantization
+        )
 
     @property
     def pool(self) -> PoolShape:
