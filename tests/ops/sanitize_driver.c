@@ -225,6 +225,24 @@ static void linear_int8(int dtype) {
   expect(nm_linear_int8(&call), "nm_linear_int8");
 }
 
+static void linear(int dtype) {
+  const int64_t outputs = between(1, 200), inputs = random_below(8) ? between(1, 90) : between(2000, 2300);
+  const int64_t count = random_below(12) ? random_below(20) : between(190, 400), gap = random_below(4);
+  struct nm_linear layer = {NULL, outputs, inputs, dtype, (int32_t)random_below(3) - 1, (int32_t)random_below(2)};
+  const int64_t columns = layer.gate == NM_NO_GATE ? outputs : 2 * outputs;
+  layer.packed = give((size_t)nm_linear_bytes(&layer));
+  const void *weight = numbers((columns - 1) * (inputs + gap) + inputs, dtype, 0);
+  const void *bias = layer.has_bias ? numbers(columns, dtype, 0) : NULL;
+  expect(nm_linear_pack(&layer, weight, inputs + gap, bias, (int)between(1, 4)), "nm_linear_pack");
+  const void *x = numbers(count ? (count - 1) * (inputs + gap) + inputs : 0, dtype, 0);
+  void *out = numbers(count * outputs, dtype, 1);
+  expect(nm_linear(&layer, x, inputs + gap, out, outputs, count, (int)between(1, 4)), "nm_linear");
+  if (layer.gate != NM_NO_GATE) return;
+  int64_t *rows = give(sizeof(int64_t) * (size_t)count);
+  for (int64_t i = 0; i < count; i++) rows[i] = random_below((uint32_t)outputs);
+  expect(nm_linear_rows(&layer, rows, count, 1, numbers(count * inputs, dtype, 1), 3), "nm_linear_rows");
+}
+
 int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100;
   nm_set_parallel(team);
@@ -239,6 +257,8 @@ int main(int argc, char **argv) {
     rows(dtype);
     take_back();
     draws(dtype);
+    take_back();
+    linear(dtype);
     take_back();
     linear_int8(dtype);
     take_back();

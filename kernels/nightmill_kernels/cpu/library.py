@@ -18,6 +18,7 @@ _MESSAGES = {
     5: "a slot lies outside the pool",
     6: "a position lies outside the cos_sin table",
     8: "a prefix group's sequences must be decodes, in no other group, whose first pages are the same",
+    9: "a row lies outside the packed weight",
 }
 
 
@@ -147,6 +148,24 @@ class LinearInt8Call(Structure):
     )
 
 
+class LinearLayer(Structure):
+    """struct nm_linear."""
+
+    _fields_ = (
+        ("packed", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("dtype", c_int32),
+        ("gate", c_int32),
+        ("has_bias", c_int32),
+    )
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, outputs: int, inputs: int, gate: int) -> "LinearLayer":
+        """A layer that is not packed yet."""
+        return cls(outputs=outputs, inputs=inputs, dtype=DTYPES[dtype], gate=gate)
+
+
 class Library:
     """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
 
@@ -162,11 +181,16 @@ class Library:
             ("nm_gated_mul", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int, c_int]),
             ("nm_argmax", [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int]),
             ("nm_draw", [POINTER(DrawCall)]),
+            ("nm_linear_bytes", [POINTER(LinearLayer)]),
+            ("nm_linear_pack", [POINTER(LinearLayer), c_void_p, c_int64, c_void_p, c_int]),
+            ("nm_linear", [POINTER(LinearLayer), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int]),
+            ("nm_linear_rows", [POINTER(LinearLayer), c_void_p, c_int64, c_int, c_void_p, c_int]),
             ("nm_linear_int8", [POINTER(LinearInt8Call)]),
             ("nm_int8_row_bytes", [c_int64]),
         ):
             getattr(self._c, name).argtypes = arguments
         self._c.nm_int8_row_bytes.restype = c_int64
+        self._c.nm_linear_bytes.restype = c_int64
         if self._c.nm_abi() != ABI:
             raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
         self._c.nm_set_parallel(openmp.team_function())
@@ -212,6 +236,34 @@ class Library:
         """Bytes of scratch that linear_int8 needs for each row."""
         size: int = self._c.nm_int8_row_bytes(in_features)
         return size
+
+    def linear_bytes(self, layer: LinearLayer) -> int:
+        """Memory that a packed layer takes."""
+        size: int = self._c.nm_linear_bytes(byref(layer))
+        if size < 0:
+            raise ValueError(f"linear: a layer of {layer.inputs} inputs and {layer.outputs} outputs cannot be packed")
+        return size
+
+    def linear_pack(self, layer: LinearLayer, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Weight [N, inputs] with contiguous rows and bias [N] into the layer's memory."""
+        bias_at = None if bias is None else bias.data_ptr()
+        threads = torch.get_num_threads()
+        _done("linear", self._c.nm_linear_pack(byref(layer), weight.data_ptr(), weight.stride(0), bias_at, threads))
+
+    def linear(self, layer: LinearLayer, x: torch.Tensor, out: torch.Tensor) -> None:
+        """X [T, inputs] and out [T, outputs], rows contiguous."""
+        status = self._c.nm_linear(
+            byref(layer), x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), len(x), torch.get_num_threads()
+        )
+        _done("linear", status)
+
+    def linear_rows(self, layer: LinearLayer, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows int32 or int64 [R]; out [R, inputs] contiguous."""
+        threads, wide = torch.get_num_threads(), rows.dtype == torch.int64
+        _done(
+            "linear_rows",
+            self._c.nm_linear_rows(byref(layer), rows.data_ptr(), len(rows), wide, out.data_ptr(), threads),
+        )
 
 
 def _done(name: str, status: int) -> bool:

@@ -1,4 +1,4 @@
-"""A linear layer, with its weight laid out for the processor's matrix kernels where that is possible."""
+"""A linear layer, with its weight laid out for whatever multiplies fastest on this machine."""
 
 from functools import cache
 
@@ -6,30 +6,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What the packed layout is chosen for. One layout serves every batch: measured with AVX-512-bf16, shapes of
+from nightmill_kernels.gated_mul import gelu_mul, silu_mul
+from nightmill_kernels.linear import Gate, PackedLinear, pack_linear
+
+# What oneDNN's packed layout is chosen for. One layout serves every batch: measured with AVX-512-bf16, shapes of
 # SmolLM2-135M, it is 1.9× plain linear at 1 to 8 rows, 1.2× at 64 and 1.05× at 512; float32 1.2× to 1.8×.
 _ROWS_HINT = 64
 
 
 class Linear:
-    """x Wᵀ + b. Takes the weight over: packed, the plain tensor can be freed once its owner drops it."""
+    """x Wᵀ + b, gated if asked. Takes the weight over: packed, the plain tensor can be freed once its owner drops it.
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    Packed for our C kernels where they are the fastest (`nightmill_kernels.linear.is_ours`), else for oneDNN, else
+    plain. With `rows`, the weight's rows can be looked up too: a tied head, which then lies in memory once.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+    __slots__ = ("_bias", "_gate", "_packed", "_weight")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gate: Gate | None = None,
+        has_rows: bool = False,
+        pack: bool = True,
+    ) -> None:
         self._bias = bias
-        self._packed = _pack(weight) if pack and _can_pack(weight.device.type, weight.dtype) else None
-        self._weight = None if self._packed is not None else weight
+        self._gate = gate
+        self._weight: Tensor | None = None
+        self._packed: PackedLinear | Tensor | None = pack_linear(weight, bias, gate) if pack else None
+        if pack and self._packed is None and not has_rows and _can_pack(weight.device.type, weight.dtype):
+            self._packed = _pack(weight)
+        if self._packed is None:
+            self._weight = weight
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, out] of x [rows, in]; rows ≥ 1. `out`: where to; a recorded graph's result has a place of its own."""
+        packed = self._packed
+        if isinstance(packed, PackedLinear):
+            return packed(x, out)
         if out is not None:
-            if self._weight is None or self._bias is not None:
+            if self._weight is None or self._bias is not None or self._gate is not None:
                 return out.copy_(self(x))
             return torch.mm(x, self._weight.t(), out=out)
-        if self._weight is not None:
-            return F.linear(x, self._weight, self._bias)
-        return _packed_linear(x, self._packed, self._bias)
+        result = F.linear(x, self._plain(), self._bias) if packed is None else _packed_linear(x, packed, self._bias)
+        if self._gate is None:
+            return result
+        return silu_mul(result) if self._gate is Gate.SILU else gelu_mul(result)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """[R, in], rows of the weight by their numbers, int32 or int64 [R]; the layer was made with `has_rows`."""
+        if isinstance(self._packed, PackedLinear):
+            return self._packed.rows(index)
+        return F.embedding(index, self._plain())
+
+    def _plain(self) -> Tensor:
+        if self._weight is None:
+            raise RuntimeError("the rows of a weight packed by oneDNN cannot be read: make the layer with has_rows")
+        return self._weight
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -37,7 +72,7 @@ def _pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def _packed_linear(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return result
 
