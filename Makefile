@@ -97,3 +97,13 @@ kernels-check: $(VENV)/.dev  ## compile every Triton kernel for GPUs that are no
 .PHONY: venv-check
 venv-check: $(VENV)/.dev  ## engine and kernels on Python 3.12, torch 2.11 and triton 3.6, as GPU machines have them (3 GB, once)
 	$(BIN)/python bench/venv_check.py
+
+ENGINES ?= nightmill,vllm,openvino,llama.cpp
+ROUNDS ?= 3
+.PHONY: bench-rivals
+bench-rivals: $(VENV)/.dev  ## W1–W3 against other engines, each installed in a venv of its own: bench/RESULTS.md; ENGINES=, ROUNDS=
+	@# vLLM's allocator.
+	@[ -e /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 ] || { [ "$$(id -u)" = 0 ] \
+		&& apt-get install -y -qq libtcmalloc-minimal4 >/dev/null; } \
+		|| echo "without Debian's libtcmalloc-minimal4: vLLM runs slower than it could"
+	$(BIN)/python -m bench.rivals --engines $(ENGINES) --rounds $(ROUNDS)
