@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, AttentionCall
-from nightmill_kernels.layout import heads_dense, pages_dense
+from nightmill_kernels.layout import heads_dense, pages_dense, pages_paired
 from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
 from nightmill_kernels.reference import paged_attention as reference
 
@@ -25,10 +25,11 @@ def paged_attention(
 ) -> Tensor:
     """Attention output [T, H, D] of q [T, H, D] over pools [N, Hk, page_size, D]; H is a multiple of Hk.
 
-    Call `store_kv` first: a token sees itself. `window` w: the token at position p sees p-w+1..p. `softcap` c: scores
-    become c·tanh(score/c). Rows that see nothing and padding give 0. Slots outside a sequence's context, the null page
-    among them, may hold anything, NaN included. `out` may be given (rows contiguous) and is returned. `meta.groups`
-    changes the speed, in the C library not a bit of the result; a windowed call ignores them.
+    Call `store_kv` first: a token sees itself, and pages hold what that made of them (`layout.pages_paired`). `window`
+    w: the token at position p sees p-w+1..p. `softcap` c: scores become c·tanh(score/c). Rows that see nothing and
+    padding give 0. Slots outside a sequence's context, the null page among them, may hold anything, NaN included. `out`
+    may be given (rows contiguous) and is returned. `meta.groups` changes the speed, in the C library not a bit of the
+    result; a windowed call ignores them.
     Raises ValueError for a layout it cannot take.
     """
     _check(q, k_pool, v_pool, meta, scale, window, softcap)
@@ -45,7 +46,10 @@ def paged_attention(
     library = library_for(q, k_pool, v_pool)
     if library is not None and library.paged_attention(_call(q, k_pool, v_pool, meta, scale, window, softcap, out)):
         return out
-    return reference.paged_attention(q, k_pool, v_pool, meta, scale=scale, window=window, softcap=softcap, out=out)
+    paired = pages_paired(k_pool)
+    return reference.paged_attention(
+        q, k_pool, v_pool, meta, scale=scale, window=window, softcap=softcap, out=out, paired=paired
+    )
 
 
 def _call(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
-from nightmill_kernels.layout import heads_dense
+from nightmill_kernels.layout import heads_dense, pages_paired
 from nightmill_kernels.reference import rope as reference
 from nightmill_kernels.reference import store_kv as store_reference
 from nightmill_kernels.store_kv import check_store, store_fields
@@ -52,7 +52,7 @@ def rope_store_kv(
         if library.rope_store(RopeCall(**fields)):
             return
     reference.rope(q, k, positions, cos_sin)
-    store_reference.store_kv(k, v, k_pool, v_pool, slots)
+    store_reference.store_kv(k, v, k_pool, v_pool, slots, paired=pages_paired(k_pool))
 
 
 def _rope_fields(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> dict[str, int]:

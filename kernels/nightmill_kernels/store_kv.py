@@ -5,14 +5,15 @@ from torch import Tensor
 
 from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import DTYPES, RopeCall
-from nightmill_kernels.layout import heads_dense, pages_dense
+from nightmill_kernels.layout import heads_dense, pages_dense, pages_paired
 from nightmill_kernels.reference import store_kv as reference
 
 
 def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Write k, v [T, Hk, D] into pools [N, Hk, page_size, D] at slots int64 [T] = page · page_size + offset.
 
-    A negative slot is padding and is skipped. k and v may be views of a fused projection (heads contiguous).
+    A negative slot is padding and is skipped. k and v may be views of a fused projection (heads contiguous). Where in
+    its page a token lies is `paged_attention`'s business too, see `layout.pages_paired`.
     """
     check_store(k, v, k_pool, v_pool, slots)
     if on_triton(k):
@@ -22,7 +23,7 @@ def store_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
         return
     library = library_for(k, v, k_pool, v_pool)
     if library is None or not library.rope_store(RopeCall(**store_fields(k, v, k_pool, v_pool, slots))):
-        reference.store_kv(k, v, k_pool, v_pool, slots)
+        reference.store_kv(k, v, k_pool, v_pool, slots, paired=pages_paired(k_pool))
 
 
 def store_fields(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> dict[str, int]:

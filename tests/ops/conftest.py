@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import active_isa, use_isa, use_triton
 from nightmill_kernels.cpu.isa import REFERENCE, available_isas
+from nightmill_kernels.layout import pages_paired
 from nightmill_kernels.paged_attention import AttentionMetadata, paged_attention
 
 NAN = float("nan")
@@ -86,7 +87,8 @@ def build_case(
         tables[s, : len(own)] = own
         position = torch.arange(context)
         page, offset = own[position // page_size], position % page_size
-        k_pool[page, :, offset], v_pool[page, :, offset] = k[:, 0], k[:, 1]
+        put_keys(k_pool, page, offset, k[:, 0])
+        put_values(v_pool, page, offset, k[:, 1])
         keys.append(k[:, 0])
         values.append(k[:, 1])
     queries.append(torch.full((unowned, group * kv_heads, head_dim), NAN, dtype=dtype))
@@ -108,6 +110,32 @@ def build_case(
         window=window,
         softcap=softcap,
     )
+
+
+def put_keys(pool: Tensor, page: Tensor, offset: Tensor, keys: Tensor) -> None:
+    """Write keys [T, Hk, D] at places `offset` of pages, as the implementation that runs now keeps them.
+
+    Element d of key t of a paired page and head: [t / 16][d / 2][t % 16][d % 2] of [page_size / 16][D / 2][16][2].
+    """
+    if not pages_paired(pool):
+        pool[page, :, offset] = keys
+        return
+    _, kv_heads, page_size, dim = pool.shape
+    flat = pool.view(-1, kv_heads, page_size * dim)
+    d = torch.arange(dim)
+    at = (offset // 16 * 16 * dim)[:, None] + d // 2 * 32 + (offset % 16 * 2)[:, None] + d % 2
+    flat[page[:, None, None], torch.arange(kv_heads)[:, None], at[:, None, :]] = keys
+
+
+def put_values(pool: Tensor, page: Tensor, offset: Tensor, values: Tensor) -> None:
+    """`put_keys` for V: [t / 16][t % 16 / 2][d][t % 2] of [page_size / 16][8][D][2]."""
+    if not pages_paired(pool):
+        pool[page, :, offset] = values
+        return
+    _, kv_heads, page_size, dim = pool.shape
+    flat = pool.view(-1, kv_heads, page_size * dim)
+    at = (offset // 2 * 2 * dim + offset % 2)[:, None] + torch.arange(dim) * 2
+    flat[page[:, None, None], torch.arange(kv_heads)[:, None], at[:, None, :]] = values
 
 
 def _queries(length: int, context: int, heads: int, head_dim: int, seed: int, sequence: int) -> Tensor:
@@ -185,6 +213,19 @@ def triton_only() -> Iterator[None]:
     pytest.importorskip("triton")
     with use_triton():
         yield
+
+
+@pytest.fixture
+def break_key() -> Callable[[Tensor, Tensor, int], None]:
+    """Put NaN in the place of a key: (pool, page, offset)."""
+
+    def broken(pool: Tensor, page: Tensor, offset: int) -> None:
+        _, kv_heads, _, dim = pool.shape
+        put_keys(
+            pool, page.view(1).long(), torch.tensor([offset]), torch.full((1, kv_heads, dim), NAN, dtype=pool.dtype)
+        )
+
+    return broken
 
 
 @pytest.fixture

@@ -160,8 +160,9 @@ static void norm(int dtype) {
 
 static void rope(int dtype) {
   const int64_t tokens = random_below(6);
-  const int heads = (int)between(1, 4), kv_heads = (int)between(1, 2), dim = 2 * (int)between(1, 40);
-  const int rot = 2 * (int)between(1, (uint32_t)dim / 2), page_size = (int)between(1, 20), pages = 3, max_len = 10;
+  const int paired = (int)random_below(2), heads = (int)between(1, 4), kv_heads = (int)between(1, 2);
+  const int dim = paired ? 32 * (int)between(1, 4) : 2 * (int)between(1, 40), pages = 3, max_len = 10;
+  const int rot = 2 * (int)between(1, (uint32_t)dim / 2), page_size = (int)between(1, paired ? 3 : 20) * (paired ? 16 : 1);
   int64_t *slots = give(sizeof(int64_t) * (size_t)tokens), *positions = give(sizeof(int64_t) * (size_t)tokens);
   for (int64_t t = 0; t < tokens; t++) {
     slots[t] = (int64_t)random_below((uint32_t)(pages * page_size) + 1) - 1;

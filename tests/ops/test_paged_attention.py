@@ -116,11 +116,10 @@ def test_padding_gives_zeros(isa, dtype, counts, make_case, oracle):
 
 
 @pytest.mark.parametrize(("context", "position"), [(700, 3), (700, 600), (513, 512)])
-def test_a_broken_key_breaks_its_own_sequence_only(isa, context, position, make_case):
+def test_a_broken_key_breaks_its_own_sequence_only(isa, context, position, make_case, break_key):
     case = make_case(query_lens=[1, 1], context_lens=[context, context], dtype=torch.bfloat16)
     clean = case.run()
-    page = case.meta.page_tables[1, position // 16]
-    case.k_pool[page, :, position % 16] = float("nan")
+    break_key(case.k_pool, case.meta.page_tables[1, position // 16], position % 16)
     broken = case.run()
     assert torch.equal(broken[0], clean[0])
     assert broken[1].isnan().all(), "a NaN in the model must be seen, not averaged away"
@@ -204,6 +203,13 @@ def test_any_batch_matches_the_oracle(isa, make_case, oracle, data):
         unowned=data.draw(st.integers(0, 2)),
         seed=data.draw(st.integers(0, 100)),
     )
+    assert_close(case, case.run(), oracle)
+
+
+def test_more_heads_than_a_tile_has_rows_take_the_reference(isa, make_case, oracle):
+    """Pages stay as this instruction set keeps them, whoever reads them."""
+    lens = {"query_lens": [1, 3, 1], "context_lens": [70, 40, 33]}
+    case = make_case(**lens, dtype=torch.bfloat16, head_dim=256, kv_heads=2, group=33)
     assert_close(case, case.run(), oracle)
 
 

@@ -5,6 +5,8 @@ import torch
 
 from nightmill_kernels.argmax import argmax
 from nightmill_kernels.gated_mul import gelu_mul, silu_mul
+from nightmill_kernels.layout import pages_paired
+from nightmill_kernels.reference import store_kv as reference
 from nightmill_kernels.rms_norm import add_rms_norm, rms_norm
 from nightmill_kernels.rope import rope, rope_store_kv
 from nightmill_kernels.store_kv import store_kv
@@ -117,6 +119,36 @@ def test_store_writes_its_slots_and_nothing_else(isa, dtype):
         assert torch.equal(pools[1, slot // 8, :, slot % 8], v[token])
     assert int(pools[0].isfinite().sum()) == 3 * 2 * 32
     assert int(pools[1].isfinite().sum()) == 3 * 2 * 32
+
+
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 32), (32, 64), (48, 96), (64, 256), (16, 80), (24, 64)])
+def test_every_place_of_a_page_is_written_once(isa, dtype, page_size, head_dim):
+    """Whatever a page looks like inside: as many elements as were stored, each of them once, in its page and head."""
+    heads, places = 3, torch.randperm(page_size)
+    k = torch.arange(page_size * heads * head_dim).remainder(256).view(page_size, heads, head_dim).to(dtype)
+    pools = poisoned((2, 3, heads, page_size, head_dim), dtype)
+    store_kv(k, k + 1, pools[0], pools[1], page_size + places)
+    assert pools[:, [0, 2]].isnan().all()
+    for pool, stored in ((pools[0], k), (pools[1], k + 1)):
+        for head in range(heads):
+            assert torch.equal(pool[1, head].flatten().sort().values, stored[:, head].flatten().sort().values)
+
+
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 32), (32, 64), (48, 96), (16, 80), (24, 64)])
+def test_the_reference_keeps_pages_as_the_library_does(c_isa, dtype, page_size, head_dim):
+    k, v = torch.randn(2, 7, 2, head_dim).to(dtype)
+    slots = torch.tensor([page_size, page_size + 1, 3 * page_size - 1, -1, 5, 0, 2 * page_size + 14])
+    library, plain = (poisoned((2, 4, 2, page_size, head_dim), dtype) for _ in range(2))
+    store_kv(k, v, library[0], library[1], slots)
+    reference.store_kv(k, v, plain[0], plain[1], slots, paired=pages_paired(plain[0]))
+    assert torch.equal(library.nan_to_num(1e9), plain.nan_to_num(1e9))
+
+
+def test_only_one_instruction_set_pairs(c_isa, dtype):
+    pool = torch.empty(1, 2, 32, 64, dtype=dtype)
+    assert pages_paired(pool) == (c_isa == "avx512_bf16" and dtype == torch.bfloat16)
+    assert not pages_paired(torch.empty(1, 2, 24, 64, dtype=dtype))
+    assert not pages_paired(torch.empty(1, 2, 16, 80, dtype=dtype))
 
 
 def test_store_into_interleaved_pools(isa, dtype):

@@ -88,10 +88,10 @@ def test_scores_far_apart_between_prefix_and_suffix(isa, dtype, make_case, oracl
         assert torch.allclose(grouped(case, SHARED).run().double(), want, atol=1e-3)
 
 
-def test_a_broken_shared_key_reaches_its_group_only(isa, make_case):
+def test_a_broken_shared_key_reaches_its_group_only(isa, make_case, break_key):
     case = grouped(make_case(**MIXED, dtype=torch.bfloat16, shared=SHARED), SHARED)
     clean = case.run()
-    case.k_pool[case.meta.page_tables[0, 3], :, 5] = float("nan")
+    break_key(case.k_pool, case.meta.page_tables[0, 3], 5)
     broken = case.run()
     starts = case.meta.query_starts.tolist()
     for s in range(10):

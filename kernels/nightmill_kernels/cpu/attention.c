@@ -3,7 +3,7 @@
 //   queries of one sequence × the G heads that share a KV head = rows            keys 0 ........ context
 //   rows are cut into tiles (≤ MAX_ROWS), tiles into strips of 6    ┌ strip ┐  ┌ block of 64 ┐┌ block ┐┌ …
 //   keys into segments (512), segments into blocks (64)             │ Q     │·K│ scores      ││       ││
-//   per block: pack K and V once, then for every strip              └───────┘  └─ softmax ───┘└───────┘└ ─·V→ sums
+//   per block: pack K and V where pages are plain, then each strip  └───────┘  └─ softmax ───┘└───────┘└ ─·V→ sums
 //
 // Blocks and segments lie at fixed positions of the sequence, and a row's sums run over them in order: running softmax
 // within a segment, then the segments' partial results are merged one by one. So a row's result is a function of its
@@ -199,6 +199,10 @@ static int plan_groups(struct work *work) {
     tile->state = state_of(work->groups + place.group, tile->kv_head, place.index);
   }
   return NM_OK;
+}
+
+int nm_paired(int dtype, int head_dim, int page_size) {
+  return HAVE_PAIR && dtype == NM_BF16 && head_dim % 32 == 0 && head_dim <= MAX_HEAD_DIM && page_size % GROUP == 0;
 }
 
 int nm_paged_attention(const struct nm_attention *call) {

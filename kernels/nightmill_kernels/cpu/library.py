@@ -6,7 +6,7 @@ import torch
 
 from nightmill_kernels.cpu import loader, openmp
 
-ABI = 4
+ABI = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -175,6 +175,7 @@ class Library:
         self._c.nm_set_parallel.argtypes = [c_void_p]
         self._c.nm_set_parallel.restype = None
         for name, arguments in (
+            ("nm_paired", [c_int, c_int, c_int]),
             ("nm_paged_attention", [POINTER(AttentionCall)]),
             ("nm_rms_norm", [POINTER(NormCall)]),
             ("nm_rope_store", [POINTER(RopeCall)]),
@@ -194,6 +195,10 @@ class Library:
         if self._c.nm_abi() != ABI:
             raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
         self._c.nm_set_parallel(openmp.team_function())
+
+    def paired(self, dtype: torch.dtype, *, head_dim: int, page_size: int) -> bool:
+        """Whether pages of such a pool are paired, see nm_paired in nightmill.h."""
+        return bool(self._c.nm_paired(DTYPES[dtype], head_dim, page_size))
 
     def paged_attention(self, call: AttentionCall) -> bool:
         """False when the library does not take this shape."""

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 4
+#define NM_ABI 5
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -34,9 +34,18 @@ typedef void (*nm_parallel_fn)(void (*fn)(void *), void *data, unsigned num_thre
 NM_EXPORT int nm_abi(void);
 NM_EXPORT void nm_set_parallel(nm_parallel_fn parallel);  // NULL: everything runs on the calling thread
 
+// Pools are [N, Hk, page_size, D], pool_stride elements between pages. What lies within a page and head:
+//
+//   plain   [page_size][D]
+//   paired  K [page_size / 16][D / 2][16 keys][2], V [page_size / 16][8][D][2 keys]: as instructions take them that
+//           multiply two bf16 at a time, so that nothing is packed when it is read
+//
+// This says which of the two every function of this library takes and makes of a pool; 1: paired.
+NM_EXPORT int nm_paired(int dtype, int head_dim, int page_size);
+
 struct nm_attention {
   const void *q;                // [T, H, D], q_stride elements between tokens
-  const void *k_pool, *v_pool;  // [N, Hk, page_size, D], pool_stride elements between pages
+  const void *k_pool, *v_pool;  // see nm_paired
   void *out;                    // [T, H, D], out_stride elements between tokens
   const int32_t *query_starts;  // [S + 1]
   const int32_t *context_lens;  // [S]
@@ -70,7 +79,7 @@ NM_EXPORT int nm_rms_norm(const struct nm_norm *call);
 struct nm_rope {
   void *q, *k;           // [T, H, D], [T, Hk, D], rotated in place when cos_sin is given
   const void *v;         // [T, Hk, D]
-  void *k_pool, *v_pool; // [N, Hk, page_size, D]; written when slots is given
+  void *k_pool, *v_pool; // see nm_paired; written when slots is given
   const void *positions; // int32 or int64 [T]
   const float *cos_sin;  // [max_len, rot]: cosines, then sines; NULL: no rotation
   const int64_t *slots;  // [T], negative: skip; NULL: nothing is stored

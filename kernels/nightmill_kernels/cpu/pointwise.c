@@ -85,6 +85,37 @@ static int64_t position_of(const struct nm_rope *c, int64_t t) {
   return c->wide_positions ? ((const int64_t *)c->positions)[t] : ((const int32_t *)c->positions)[t];
 }
 
+// A token's K and V of one head [D], into a plain page and head: `offset` is the token's place in the page.
+static void put_plain(char *k_page, char *v_page, const char *k, const char *v, int64_t offset, int64_t bytes) {
+  memcpy(k_page + offset * bytes, k, (size_t)bytes);
+  memcpy(v_page + offset * bytes, v, (size_t)bytes);
+}
+
+// The same into a paired page. Neighbours in a page may be another thread's: nothing of theirs is written, so no
+// vectors here.
+static void put_paired(uint16_t *k_page, uint16_t *v_page, const uint16_t *k, const uint16_t *v, int64_t offset,
+                       int dim) {
+  const int64_t group = offset / 16 * 16 * dim, key = offset % 16;
+  for (int i = 0; i < dim / 2; i++) memcpy(k_page + group + (i * 16 + key) * 2, k + 2 * i, 4);
+  uint16_t *to = v_page + group + key / 2 * 2 * dim + key % 2;
+  for (int i = 0; i < dim; i++) to[2 * i] = v[i];
+}
+
+static void store_token(const struct nm_rope *c, int64_t t, const char *k, const char *v) {
+  const int64_t size = c->dtype == NM_BF16 ? 2 : 4, bytes = c->head_dim * size;
+  const int64_t page = c->slots[t] / c->page_size, offset = c->slots[t] % c->page_size;
+  const int paired = nm_paired(c->dtype, c->head_dim, c->page_size);
+  for (int h = 0; h < c->kv_heads; h++) {
+    const int64_t at = (page * c->pool_stride + (int64_t)h * c->page_size * c->head_dim) * size;
+    char *k_page = (char *)c->k_pool + at, *v_page = (char *)c->v_pool + at;
+    if (paired)
+      put_paired((uint16_t *)k_page, (uint16_t *)v_page, (const uint16_t *)(k + h * bytes),
+                 (const uint16_t *)(v + h * bytes), offset, c->head_dim);
+    else
+      put_plain(k_page, v_page, k + h * bytes, v + h * bytes, offset, bytes);
+  }
+}
+
 static void rope_token(const struct nm_rope *c, int64_t t) {
   const int64_t size = c->dtype == NM_BF16 ? 2 : 4;
   const int64_t head_bytes = c->head_dim * size;
@@ -100,15 +131,7 @@ static void rope_token(const struct nm_rope *c, int64_t t) {
         rotate(head, cosine, sine, half, 0);
     }
   }
-  if (c->slots && c->slots[t] >= 0) {
-    const int64_t page = c->slots[t] / c->page_size, offset = c->slots[t] % c->page_size;
-    const char *v = (const char *)c->v + t * c->v_stride * size;
-    for (int h = 0; h < c->kv_heads; h++) {
-      const int64_t at = page * c->pool_stride + ((int64_t)h * c->page_size + offset) * c->head_dim;
-      memcpy((char *)c->k_pool + at * size, k + h * head_bytes, (size_t)head_bytes);
-      memcpy((char *)c->v_pool + at * size, v + h * head_bytes, (size_t)head_bytes);
-    }
-  }
+  if (c->slots && c->slots[t] >= 0) store_token(c, t, k, (const char *)c->v + t * c->v_stride * size);
 }
 
 static void rope_tokens(int64_t first, int64_t last, void *data) {

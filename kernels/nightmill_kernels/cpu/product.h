@@ -1,7 +1,11 @@
 // The inner products of attention: a strip of rows against a block of keys, in registers.
 //
 // Operands are 32-bit units: one fp32, or (pair) two neighbouring bf16 that one instruction multiplies and sums. Rows
-// lie unit after unit; the block is packed with the summed dimension outermost: a vector holds one unit of VW columns.
+// lie unit after unit. Keys come in groups of 16, wherever each lies, with the summed dimension outermost, so that a
+// vector holds one unit of VW columns:
+//
+//   K of a group  [units of a head][16 keys]      pair: a unit is two neighbouring elements of the head
+//   V of a group  [units of keys][head_dim]       pair: a unit is two neighbouring keys
 #ifndef NIGHTMILL_PRODUCT_H
 #define NIGHTMILL_PRODUCT_H
 
@@ -15,6 +19,7 @@
 
 enum {
   KEYS = 64,          // keys in a block
+  GROUP = 16,         // keys in a group
   STRIP = 6,          // rows in a strip: with PANEL_VECTORS accumulators each they fill the register file
   MAX_HEAD_DIM = 256,
 #if VW == 16
@@ -26,13 +31,23 @@ enum {
 
 typedef uint32_t unit;
 
-// acc[r][j] += Σ_d a[r][d] · b[d][j] for R rows and N vectors of columns; R, N and pair are constants.
-INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                     int depth, const int R, const int N, const int pair) {
+// A block of keys, and what is to be asked of memory meanwhile, a line with each vector that is used.
+struct block {
+  const unit *k[KEYS / GROUP], *v[KEYS / GROUP];
+  const char *next_k[KEYS / GROUP], *next_v[KEYS / GROUP];
+};
+
+// acc[r][j] += Σ_d a[r][d] · b[j][d] for R rows and N vectors of columns; R, N, pair and ahead are constants.
+INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stride,
+                     const unit *const b[PANEL_VECTORS], int64_t b_stride, const char *const next[PANEL_VECTORS],
+                     int64_t next_step, int depth, const int R, const int N, const int pair, const int ahead) {
   for (int d = 0; d < depth; d++) {
     vf column[PANEL_VECTORS];
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) memcpy(&column[j], b + d * b_stride + j * VW, sizeof(vf));
+    for (int j = 0; j < N; j++) {
+      memcpy(&column[j], b[j] + d * b_stride, sizeof(vf));
+      if (ahead) __builtin_prefetch(next[j] + d * next_step, 0, 2);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
 #if HAVE_PAIR
@@ -52,33 +67,83 @@ INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stri
   }
 }
 
-// out[r][0:N·VW] (+)= a · b, `add` telling whether out already holds a sum.
-INLINE void panel(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                  int depth, const int R, const int N, const int add, const int pair) {
+// out[r][16·i + j] = row r · key j of group i, over `units` units, for the vectors [first, first + N) of the block.
+INLINE void score_panel(float *out, const unit *rows, int units, const struct block *block, const int first,
+                        const int R, const int N, const int pair, const int ahead) {
+  vf acc[STRIP][PANEL_VECTORS];
+  const unit *from[PANEL_VECTORS];
+  const char *next[PANEL_VECTORS];
+#pragma GCC unroll 4
+  for (int j = 0; j < N; j++) {
+    from[j] = block->k[(first + j) * VW / GROUP] + (first + j) * VW % GROUP;
+    next[j] = block->next_k[(first + j) * VW / GROUP];
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) acc[r][j] = splat(0.0f);
+  multiply(acc, rows, units, from, GROUP, next, 64, units, R, N, pair, ahead);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) store(out + r * KEYS, (first + j) * VW, acc[r][j], 0);
+}
+
+// Scores of R rows against the first `groups` groups: out[r][KEYS].
+INLINE void scores_of(float *out, const unit *rows, int units, const struct block *block, int groups, const int R,
+                      const int pair, const int ahead) {
+#if VW == 16
+  switch (groups) {
+    case 1: score_panel(out, rows, units, block, 0, R, 1, pair, ahead); break;
+    case 2: score_panel(out, rows, units, block, 0, R, 2, pair, ahead); break;
+    case 3: score_panel(out, rows, units, block, 0, R, 3, pair, ahead); break;
+    default: score_panel(out, rows, units, block, 0, R, 4, pair, ahead); break;
+  }
+#else
+#pragma GCC unroll 8
+  for (int i = 0; i < KEYS / VW; i += PANEL_VECTORS)
+    if (i * VW < groups * GROUP) score_panel(out, rows, units, block, i, R, PANEL_VECTORS, pair, ahead);
+#endif
+}
+
+// out[r][0:N·VW] += weights · V, columns [c, c + N·VW) of V.
+INLINE void value_panel(float *out, int head_dim, const unit *weights, const struct block *block, int groups, int c,
+                        const int R, const int N, const int pair, const int ahead) {
+  const int depth = pair ? GROUP / 2 : GROUP;  // units of keys in a group
   vf acc[STRIP][PANEL_VECTORS];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) acc[r][j] = add ? load(out + r * out_stride, j * VW, 0) : splat(0.0f);
-  multiply(acc, a, a_stride, b, b_stride, depth, R, N, pair);
+    for (int j = 0; j < N; j++) acc[r][j] = load(out + (int64_t)r * head_dim + c, j * VW, 0);
+  for (int g = 0; g < groups; g++) {
+    const unit *from[PANEL_VECTORS];
+    const char *next[PANEL_VECTORS];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) {
+      from[j] = block->v[g] + c + j * VW;
+      next[j] = block->next_v[g] + (c + j * VW) * 4;
+    }
+    multiply(acc, weights + g * depth, pair ? KEYS / 2 : KEYS, from, head_dim, next, head_dim * 4, depth, R, N, pair,
+             ahead);
+  }
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) store(out + r * out_stride, j * VW, acc[r][j], 0);
+    for (int j = 0; j < N; j++) store(out + (int64_t)r * head_dim + c, j * VW, acc[r][j], 0);
 }
 
-// All columns: full panels, then what is left in smaller ones. `columns` is a multiple of 16.
-INLINE void product(float *out, int64_t out_stride, const unit *a, int64_t a_stride, const unit *b, int64_t b_stride,
-                    int depth, int columns, const int R, const int add, const int pair) {
+// out[r][head_dim] += weights of R rows, [R][KEYS] elements, · V of the first `groups` groups.
+INLINE void add_values(float *out, int head_dim, const unit *weights, const struct block *block, int groups,
+                       const int R, const int pair, const int ahead) {
   int c = 0;
-  for (; c + PANEL_VECTORS * VW <= columns; c += PANEL_VECTORS * VW)
-    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, PANEL_VECTORS, add, pair);
+  for (; c + PANEL_VECTORS * VW <= head_dim; c += PANEL_VECTORS * VW)
+    value_panel(out, head_dim, weights, block, groups, c, R, PANEL_VECTORS, pair, ahead);
 #if VW == 16
-  if (columns - c >= 2 * VW) {
-    panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 2, add, pair);
+  if (head_dim - c >= 2 * VW) {
+    value_panel(out, head_dim, weights, block, groups, c, R, 2, pair, ahead);
     c += 2 * VW;
   }
-  if (c < columns) panel(out + c, out_stride, a, a_stride, b + c, b_stride, depth, R, 1, add, pair);
+  if (c < head_dim) value_panel(out, head_dim, weights, block, groups, c, R, 1, pair, ahead);
 #endif
 }
 
@@ -156,7 +221,7 @@ INLINE void transpose16(const unit *rows, int64_t stride, const int width, unit 
 }
 #endif
 
-// K of 16 keys, [16, head_dim] bf16 or fp32, into columns of the block: out[unit of the head][key].
+// K of 16 keys, [16, head_dim] bf16 or fp32, as a group.
 INLINE void pack_k(const void *keys, int head_dim, unit *out, const int bf16, const int pair) {
   const int units = bf16 ? head_dim / 2 : head_dim;
   const int split = bf16 && !pair;
@@ -164,12 +229,12 @@ INLINE void pack_k(const void *keys, int head_dim, unit *out, const int bf16, co
 #if defined(__AVX512F__)
   int u = 0;
   for (; u + 16 <= units; u += 16)
-    transpose16(rows + u, units, 16, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
-  if (u < units) transpose16(rows + u, units, 8, out + (split ? 2 : 1) * (int64_t)u * KEYS, KEYS, split);
+    transpose16(rows + u, units, 16, out + (split ? 2 : 1) * (int64_t)u * GROUP, GROUP, split);
+  if (u < units) transpose16(rows + u, units, 8, out + (split ? 2 : 1) * (int64_t)u * GROUP, GROUP, split);
 #else
   for (int u = 0; u < units; u += 4)
     for (int key = 0; key < 16; key += 4)
-      transpose4(rows + key * units + u, units, out + (split ? 2 : 1) * (int64_t)u * KEYS + key, KEYS, split);
+      transpose4(rows + key * units + u, units, out + (split ? 2 : 1) * (int64_t)u * GROUP + key, GROUP, split);
 #endif
 }
 
@@ -179,41 +244,9 @@ static const uint16_t pair_order[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 
                                         8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
                                         16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
                                         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-
-// What pack_v and product do, in one go, for a single strip: packing pays when several strips use it. Same sums in the
-// same order. `values` are the block's groups of 16 keys; head_dim is a multiple of 64.
-INLINE void product_v(float *out, int head_dim, const unit *weights, int64_t stride, const void *const *values,
-                      int keys, const int R) {
-  const __m512i low = _mm512_loadu_si512(pair_order), high = _mm512_loadu_si512(pair_order + 32);
-  for (int c = 0; c < head_dim; c += 64) {
-    __m512 acc[STRIP][4];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) acc[r][j] = _mm512_loadu_ps(out + r * head_dim + c + j * 16);
-    for (int key = 0; key < keys; key += 2) {
-      const uint16_t *from = (const uint16_t *)values[key / 16] + key % 16 * head_dim + c;
-      const __m512i x0 = _mm512_loadu_si512(from), x1 = _mm512_loadu_si512(from + 32);
-      const __m512i y0 = _mm512_loadu_si512(from + head_dim), y1 = _mm512_loadu_si512(from + head_dim + 32);
-      const __m512bh column[4] = {
-          (__m512bh)_mm512_permutex2var_epi16(x0, low, y0), (__m512bh)_mm512_permutex2var_epi16(x0, high, y0),
-          (__m512bh)_mm512_permutex2var_epi16(x1, low, y1), (__m512bh)_mm512_permutex2var_epi16(x1, high, y1)};
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) {
-        const __m512bh weight = (__m512bh)_mm512_set1_epi32((int)weights[r * stride + key / 2]);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], weight, column[j]);
-      }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) _mm512_storeu_ps(out + r * head_dim + c + j * 16, acc[r][j]);
-  }
-}
 #endif
 
-// V of 16 keys, [16, head_dim], into rows of the block: out[key or pair of keys][head_dim].
+// V of 16 keys, [16, head_dim], as a group.
 INLINE void pack_v(const void *values, int head_dim, unit *out, const int bf16, const int pair) {
 #if HAVE_PAIR
   if (pair) {

@@ -56,6 +56,20 @@ INLINE vf vmin(vf a, vf b) {
 #endif
 }
 
+// Whether a > b in any lane; NaN is above nothing.
+INLINE int any_above(vf a, vf b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpgt_ps((__m128)a, (__m128)b)) != 0;
+#else
+  const vi above = a > b;
+  return (above[0] | above[1] | above[2] | above[3]) != 0;
+#endif
+}
+
 // a · b + c. Contraction is off for the library: this is fused where the machine can, and nothing else ever is.
 INLINE vf fma_v(vf a, vf b, vf c) {
 #if defined(__AVX512F__)

@@ -6,12 +6,14 @@ partial softmaxes merged by the larger maximum.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
+from nightmill_kernels.reference.page_layout import plain_keys, plain_values
 
 QUERY_BLOCK = 256
 """Prefill rows scored at once: bounds the score matrix at heads · 256 · context floats."""
@@ -21,6 +23,15 @@ BUCKET_PAGES = 8
 
 BUCKET_ELEMENTS = 1 << 24
 """Gathered K elements of a bucket (64 MB as fp32): a bucket above this is cut into several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """K and V pages [N, Hk, page_size, D], and whether what lies in them is paired (see page_layout)."""
+
+    k: Tensor
+    v: Tensor
+    paired: bool
 
 
 def paged_attention(
@@ -33,9 +44,11 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     out: Tensor,
+    paired: bool = False,
 ) -> Tensor:
-    """Fill `out` [T, H, D]; see the wrapper for the contract."""
+    """Fill `out` [T, H, D]; see the wrapper for the contract, page_layout for `paired`."""
     out.zero_()
+    pools = _Pools(k_pool, v_pool, paired)
     _, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     starts = meta.query_starts.tolist()
@@ -46,12 +59,12 @@ def paged_attention(
     if meta.groups is not None and window is None:
         for members, num_pages in _groups(meta.groups):
             grouped.update(members)
-            _attend_group(q, k_pool, v_pool, meta, members, num_pages, scale, softcap, out)
+            _attend_group(q, pools, meta, members, num_pages, scale, softcap, out)
 
     for bucket in _decode_buckets(lengths, contexts, k_pool, grouped):
         tokens = torch.tensor([starts[s] for s in bucket], device=q.device)
         context = meta.context_lens[torch.tensor(bucket, device=q.device)].long()
-        k, v = _gather(k_pool, v_pool, meta.page_tables, bucket, int(context.max()))
+        k, v = _gather(pools, meta.page_tables, bucket, int(context.max()))
         rows = q[tokens].float().reshape(len(bucket), kv_heads, 1, heads // kv_heads, head_dim)
         result = _attend(rows, k, v, (context - 1)[:, None], scale, window, softcap)
         out[tokens] = result.reshape(len(bucket), heads, head_dim).to(out.dtype)
@@ -64,7 +77,7 @@ def paged_attention(
             position = torch.arange(first, last, device=q.device) + (context - length)
             if int(position[-1]) < 0:
                 continue
-            k, v = _gather(k_pool, v_pool, meta.page_tables, [s], int(position[-1]) + 1)
+            k, v = _gather(pools, meta.page_tables, [s], int(position[-1]) + 1)
             rows = q[starts[s] + first : starts[s] + last].float()
             rows = rows.reshape(1, last - first, kv_heads, heads // kv_heads, head_dim).transpose(1, 2)
             result = _attend(rows, k, v, position[None], scale, window, softcap)
@@ -82,8 +95,7 @@ def _groups(groups: PrefixGroups) -> Iterator[tuple[list[int], int]]:
 
 def _attend_group(
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    pools: _Pools,
     meta: AttentionMetadata,
     members: list[int],
     num_pages: int,
@@ -92,13 +104,13 @@ def _attend_group(
     out: Tensor,
 ) -> None:
     _, heads, head_dim = q.shape
-    kv_heads, page_size = k_pool.shape[1], k_pool.shape[2]
+    kv_heads, page_size = pools.k.shape[1], pools.k.shape[2]
     index = torch.tensor(members, device=q.device)
     tokens, context = meta.query_starts[index].long(), meta.context_lens[index].long()
     shared = num_pages * page_size
     _check_group(meta, index, num_pages, page_size)
     rows = q[tokens].float().reshape(len(members), kv_heads, heads // kv_heads, head_dim)
-    k, v = _gather(k_pool, v_pool, meta.page_tables, members[:1], shared)
+    k, v = _gather(pools, meta.page_tables, members[:1], shared)
     # All rows see all shared keys: one product per KV head, [1, Hk, 1, M·G, D] as far as `_partial` is concerned.
     together = rows.transpose(0, 1).reshape(1, kv_heads, 1, -1, head_dim)
     everything = torch.full((1, 1), shared, device=q.device)
@@ -106,7 +118,7 @@ def _attend_group(
     merged = tuple(x.view(kv_heads, len(members), 1, heads // kv_heads, -1).transpose(0, 1) for x in prefix)
     if int(context.max()) > shared:
         own = meta.page_tables[:, num_pages:]
-        k, v = _gather(k_pool, v_pool, own, members, int(context.max()) - shared)
+        k, v = _gather(pools, own, members, int(context.max()) - shared)
         suffix = _partial(rows.unsqueeze(2), k, v, (context - 1 - shared)[:, None], scale, None, softcap)
         merged = _merge(merged, suffix)
     sums, _, total = merged
@@ -142,20 +154,20 @@ def _decode_buckets(lengths: list[int], contexts: list[int], k_pool: Tensor, gro
             yield members[first : first + size]
 
 
-def _gather(
-    k_pool: Tensor, v_pool: Tensor, tables: Tensor, sequences: list[int], num_keys: int
-) -> tuple[Tensor, Tensor]:
+def _gather(pools: _Pools, tables: Tensor, sequences: list[int], num_keys: int) -> tuple[Tensor, Tensor]:
     """K and V of the sequences' first `num_keys` positions, [B, Hk, L, D] fp32."""
-    _, kv_heads, page_size, head_dim = k_pool.shape
-    num_pages = -(-num_keys // page_size)
+    num_pages, kv_heads, page_size, head_dim = pools.k.shape
     index = torch.tensor(sequences, device=tables.device)
     # Pages past a row's own context may be any id at all: the null page stands in, its scores are masked.
-    pages = tables[index, :num_pages].long().clamp(0, k_pool.shape[0] - 1)
+    ids = tables[index, : -(-num_keys // page_size)].long().clamp(0, num_pages - 1)
 
-    def contiguous(pool: Tensor) -> Tensor:
-        return pool[pages].transpose(1, 2).reshape(len(sequences), kv_heads, -1, head_dim)[:, :, :num_keys].float()
+    def contiguous(pages: Tensor) -> Tensor:
+        return pages.transpose(1, 2).reshape(len(sequences), kv_heads, -1, head_dim)[:, :, :num_keys].float()
 
-    return contiguous(k_pool), contiguous(v_pool)
+    k, v = pools.k[ids], pools.v[ids]
+    if pools.paired:
+        k, v = plain_keys(k), plain_values(v)
+    return contiguous(k), contiguous(v)
 
 
 def _attend(
