@@ -104,6 +104,6 @@ ROUNDS ?= 3
 bench-rivals: $(VENV)/.dev  ## W1–W3 against other engines, each installed in a venv of its own: bench/RESULTS.md; ENGINES=, ROUNDS=
 	@# vLLM's allocator.
 	@[ -e /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 ] || { [ "$$(id -u)" = 0 ] \
-		&& apt-get install -y -qq libtcmalloc-minimal4 >/dev/null; } \
+		&& apt-get update -qq && apt-get install -y -qq libtcmalloc-minimal4 >/dev/null; } \
 		|| echo "without Debian's libtcmalloc-minimal4: vLLM runs slower than it could"
 	$(BIN)/python -m bench.rivals --engines $(ENGINES) --rounds $(ROUNDS)
