@@ -1,11 +1,14 @@
 """Whether two outputs of one job agree: every column exactly, the completions up to near ties of the logits.
 
-A completion that differs is tokenised again, and transformers, teacher-forced with the first output's tokens, says how
-far apart the two choices were at the first token that differs (see comparator.py).
+transformers, teacher-forced with the first output's tokens, says how far apart the two choices were at the first token
+that differs (see comparator.py). The tokens are those of the `logprobs` column where the job asked for it
+(`--logprobs 0`); else the completion is tokenised again, which is nearly always the same.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from nightmill_worker.model.source import resolve_model
 
 _TEXT = ("completion", "finish_reason", "completion_tokens")
 # How a row came to its answer may differ between two correct runs; what the answer is may not.
-_HOW = ("cached_tokens", "attempts")
+_HOW = ("cached_tokens", "attempts", "logprobs")
 _CANDIDATES = 20
 
 
@@ -66,19 +69,35 @@ def _read(folder: Path) -> pa.Table:
 
 
 def _judge(spec: JobSpec, sources: tuple[SourceFile, ...], a: pa.Table, b: pa.Table) -> Comparison:
-    texts = [a[spec.output_column].to_pylist(), b[spec.output_column].to_pylist()]
-    reasons = [a["finish_reason"].to_pylist(), b["finish_reason"].to_pylist()]
-    differing = {i for i in range(a.num_rows) if texts[0][i] != texts[1][i] or reasons[0][i] != reasons[1][i]}
+    first, second = _answers(spec, a), _answers(spec, b)
+    differing = {i for i in range(a.num_rows) if first[i] != second[i]}
     if not differing:
         return Comparison(num_rows=a.num_rows, near_ties=(), failures=())
-    oracle = _Oracle(spec)
+    oracle = _oracle(spec)
     reference, actual = [], []
     for place, row in _rows_at(spec, sources, differing):
-        expected = oracle.tokens(texts[0][place], reasons[0][place])
-        reference.append(oracle.steps(row, expected))
-        actual.append(oracle.tokens(texts[1][place], reasons[1][place]))
+        reference.append(oracle.steps(row, oracle.tokens(first[place])))
+        actual.append(oracle.tokens(second[place]))
     verdict = compare_greedy(reference, actual, dtype=oracle.dtype)
     return replace(verdict, num_rows=a.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: str | None
+    finish_reason: str | None
+    tokens: tuple[int, ...] | None  # None: not known
+
+
+def _answers(spec: JobSpec, table: pa.Table) -> list[_Answer]:
+    texts, reasons = table[spec.output_column].to_pylist(), table["finish_reason"].to_pylist()
+    given = table["logprobs"].to_pylist() if "logprobs" in table.column_names else [None] * table.num_rows
+    return [
+        _Answer(
+            text, reason, None if line is None else tuple(token["token_id"] for token in json.loads(line)["content"])
+        )
+        for text, reason, line in zip(texts, reasons, given, strict=True)
+    ]
 
 
 def _rows_at(spec: JobSpec, sources: tuple[SourceFile, ...], wanted: set[int]) -> Iterator[tuple[int, InputRow]]:
@@ -112,10 +131,12 @@ class _Oracle:
         )
         self._model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, dtype=torch_dtype(self.dtype))
 
-    def tokens(self, text: str, finish_reason: str) -> list[int]:
+    def tokens(self, answer: _Answer) -> list[int]:
         """The answer's tokens, EOS included where it stopped."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids + [self._tokenizer.eos_token_ids[0]] * (finish_reason == "stop")
+        if answer.tokens is not None:
+            return list(answer.tokens)
+        ids = self._tokenizer.encode(answer.text or "", add_special_tokens=False)
+        return ids + [self._tokenizer.eos_token_ids[0]] * (answer.finish_reason == "stop")
 
     @torch.inference_mode()
     def steps(self, row: InputRow, answer: list[int]) -> list[ReferenceStep]:
@@ -132,6 +153,9 @@ class _Oracle:
             candidates.setdefault(token, float(logits[i, token]))
             steps.append(_Step(token, candidates, float(logits[i].abs().max())))
         return steps
+
+
+_oracle = lru_cache(maxsize=1)(_Oracle)  # several outputs are compared with one
 
 
 class _Step(ReferenceStep):
