@@ -87,6 +87,11 @@ gpu: $(VENV)/.dev  ## prove and measure everything on a GPU, in at most 8 minute
 bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
 	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json
 
+ROWS ?= 256
+.PHONY: equal-results
+equal-results: $(VENV)/.dev  ## one job on every instruction set, on one core and without a compiler: the table of who agrees; ROWS=256
+	$(BIN)/python -m bench.equal_results --rows $(ROWS)
+
 TRITON ?= installed 3.6.0
 ARCHS ?= 80 90 100
 .PHONY: kernels-check
