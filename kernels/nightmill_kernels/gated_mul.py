@@ -1,11 +1,25 @@
 """Gated activations of the feed-forward layer."""
 
+from enum import Enum
+
 import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import library_for, on_triton
 from nightmill_kernels.cpu.library import GELU_TANH, SILU
 from nightmill_kernels.reference import gated_mul as reference
+
+
+class Gate(Enum):
+    """What is done to the first half of a row before it is multiplied with the second."""
+
+    SILU = SILU
+    GELU_TANH = GELU_TANH
+
+
+def gated_mul(gate_up: Tensor, gate: Gate) -> Tensor:
+    """gate(first half) · second half of gate_up [T, 2F] as [T, F], computed in fp32, rounded once."""
+    return silu_mul(gate_up) if gate is Gate.SILU else gelu_mul(gate_up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

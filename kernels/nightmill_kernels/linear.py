@@ -4,22 +4,15 @@ A row's result depends on that row alone: not on the other rows of the call, on 
 """
 
 import platform
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import library_for
-from nightmill_kernels.cpu.library import GELU_TANH, SILU, Library, LinearLayer
+from nightmill_kernels.cpu.library import Library, LinearLayer
+from nightmill_kernels.gated_mul import Gate
 
 NO_GATE = -1
-
-
-class Gate(Enum):
-    """What a gated layer does to the first half of its outputs before it multiplies them with the second."""
-
-    SILU = SILU
-    GELU_TANH = GELU_TANH
 
 
 class PackedLinear:

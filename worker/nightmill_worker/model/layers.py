@@ -1,11 +1,10 @@
 """One decoder layer: attention over the page pool and the gated feed-forward part, for every family."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from nightmill_kernels.gated_mul import gelu_mul, silu_mul
+from nightmill_kernels.gated_mul import Gate
 from nightmill_kernels.metadata import AttentionMetadata
 from nightmill_kernels.paged_attention import paged_attention
 from nightmill_kernels.qk_norm_rope import HeadNorms, qk_norm_rope
@@ -14,6 +13,8 @@ from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
 from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.quantization import MakeLinear
 from nightmill_worker.model.weights import LayerWeights
+
+_GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,10 @@ class Layer:
         make_linear: MakeLinear = Linear,
     ) -> None:
         self._config = config
-        self._qkv = make_linear(weights.qkv, weights.qkv_bias)
-        self._out = make_linear(weights.out, weights.out_bias)
-        self._gate_up = make_linear(weights.gate_up, weights.gate_up_bias)
-        self._down = make_linear(weights.down, weights.down_bias)
+        self._qkv = make_linear(weights.qkv, weights.qkv_bias, None)
+        self._out = make_linear(weights.out, weights.out_bias, None)
+        self._gate_up = make_linear(weights.gate_up, weights.gate_up_bias, _GATES[config.activation])
+        self._down = make_linear(weights.down, weights.down_bias, None)
         self._attention_norm, self._attention_post_norm = weights.attention_norm, weights.attention_post_norm
         self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
         self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
@@ -52,7 +53,6 @@ class Layer:
         self._k_pages, self._v_pages = pages
         self._cos_sin = cos_sin  # None: no positions in this layer
         self._window = config.layers[index].window
-        self._activate: Callable[[Tensor], Tensor] = silu_mul if config.activation is Activation.SILU else gelu_mul
 
     def bind(self, pages: tuple[Tensor, Tensor]) -> None:
         """Keep K and V there from now on."""
@@ -101,7 +101,7 @@ class Layer:
         """Output projection, then the feed-forward part: (what is to be added to the residual, the residual)."""
         delta = self._leave(self._out(mixed), self._attention_post_norm)
         hidden, residual = self._enter(delta, residual, self._mlp_norm)
-        return self._leave(self._down(self._activate(self._gate_up(hidden))), self._mlp_post_norm), residual
+        return self._leave(self._down(self._gate_up(hidden)), self._mlp_post_norm), residual
 
     def _enter(self, delta: Tensor | None, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the last part's result to the residual and normalise it for the next."""

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nightmill_kernels.gated_mul import gelu_mul, silu_mul
-from nightmill_kernels.linear import Gate, PackedLinear, pack_linear
+from nightmill_kernels.gated_mul import Gate, gated_mul
+from nightmill_kernels.linear import PackedLinear, pack_linear
 
 # What oneDNN's packed layout is chosen for. One layout serves every batch: measured with AVX-512-bf16, shapes of
 # SmolLM2-135M, it is 1.9× plain linear at 1 to 8 rows, 1.2× at 64 and 1.05× at 512; float32 1.2× to 1.8×.
@@ -27,16 +27,15 @@ class Linear:
         self,
         weight: Tensor,
         bias: Tensor | None = None,
-        *,
         gate: Gate | None = None,
+        *,
         has_rows: bool = False,
-        pack: bool = True,
     ) -> None:
         self._bias = bias
         self._gate = gate
         self._weight: Tensor | None = None
-        self._packed: PackedLinear | Tensor | None = pack_linear(weight, bias, gate) if pack else None
-        if pack and self._packed is None and not has_rows and _can_pack(weight.device.type, weight.dtype):
+        self._packed: PackedLinear | Tensor | None = pack_linear(weight, bias, gate)
+        if self._packed is None and not has_rows and _can_pack(weight.device.type, weight.dtype):
             self._packed = _pack(weight)
         if self._packed is None:
             self._weight = weight
@@ -51,9 +50,7 @@ class Linear:
                 return out.copy_(self(x))
             return torch.mm(x, self._weight.t(), out=out)
         result = F.linear(x, self._plain(), self._bias) if packed is None else _packed_linear(x, packed, self._bias)
-        if self._gate is None:
-            return result
-        return silu_mul(result) if self._gate is Gate.SILU else gelu_mul(result)
+        return result if self._gate is None else gated_mul(result, self._gate)
 
     def rows(self, index: Tensor) -> Tensor:
         """[R, in], rows of the weight by their numbers, int32 or int64 [R]; the layer was made with `has_rows`."""

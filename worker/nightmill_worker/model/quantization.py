@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nightmill.errors import ModelError
+from nightmill_kernels.gated_mul import Gate
 from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.linear_int8 import Int8Linear
 
@@ -20,8 +21,8 @@ class AnyLinear(Protocol):
         ...
 
 
-MakeLinear = Callable[[Tensor, Tensor | None], AnyLinear]
-"""(weight [out, in], bias [out] or None) → the layer; takes them over."""
+MakeLinear = Callable[[Tensor, Tensor | None, Gate | None], AnyLinear]
+"""(weight [out, in], bias [out] or None, gate or None) → the layer; takes them over. A gate halves its outputs."""
 
 
 def check_quantization(quantization: str | None, device: str) -> None:
