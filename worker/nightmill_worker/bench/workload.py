@@ -64,14 +64,11 @@ class Workload:
 
 def make_workloads(encode: Encode, decode: Decode) -> dict[str, Workload]:
     """All workloads. They come from one random stream, so they are drawn together and in order."""
-    corpus = _corpus_ids(encode)
+    corpus = corpus_ids(encode)
     rng = random.Random(_SEED)
     system = _span(corpus, rng, 384)
     rows: dict[str, list[WorkloadRow]] = {}
-    # The order of the draws inside a row (length, place, output) is part of the workload's definition.
-    rows["W1"] = [
-        WorkloadRow(system + _span(corpus, rng, rng.randint(16, 96)), rng.randint(8, 64), 384) for _ in range(256)
-    ]
+    rows["W1"] = shared_prompt_rows(corpus, rng, system, 256)
     rows["W2"] = [WorkloadRow(_span(corpus, rng, rng.randint(16, 256)), _long_tail(rng), 0) for _ in range(128)]
     rows["W3"] = [WorkloadRow(_span(corpus, rng, 1024), 48, 0) for _ in range(48)]
     warm_up = random.Random(_WARM_UP_SEED)
@@ -79,6 +76,27 @@ def make_workloads(encode: Encode, decode: Decode) -> dict[str, Workload]:
         WorkloadRow(_span(corpus, warm_up, warm_up.randint(64, 512)), warm_up.randint(8, 32), 0) for _ in range(32)
     ]
     return {name: Workload(name, tuple(rows[name]), _sha256(name, rows[name], decode)) for name in NAMES}
+
+
+def shared_prompt_rows(
+    corpus: tuple[int, ...], rng: random.Random, system: tuple[int, ...], count: int
+) -> list[WorkloadRow]:
+    """`count` rows of W1's shape, all behind the same tokens."""
+    # The order of the draws inside a row (length, place, output) is part of the workload's definition.
+    return [
+        WorkloadRow(system + _span(corpus, rng, rng.randint(16, 96)), rng.randint(8, 64), len(system))
+        for _ in range(count)
+    ]
+
+
+def corpus_ids(encode: Encode) -> tuple[int, ...]:
+    """The corpus as one run of tokens."""
+    separator = tuple(encode("\n\n"))
+    ids: list[int] = []
+    for text in corpus_texts():
+        ids += encode(text)
+        ids += separator
+    return tuple(ids)
 
 
 def canonical_lines(name: str, rows: Sequence[WorkloadRow], decode: Decode) -> list[str]:
@@ -103,15 +121,6 @@ def _sha256(name: str, rows: Sequence[WorkloadRow], decode: Decode) -> str:
     for line in canonical_lines(name, rows, decode):
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _corpus_ids(encode: Encode) -> tuple[int, ...]:
-    separator = tuple(encode("\n\n"))
-    ids: list[int] = []
-    for text in corpus_texts():
-        ids += encode(text)
-        ids += separator
-    return tuple(ids)
 
 
 def _span(corpus: tuple[int, ...], rng: random.Random, length: int) -> tuple[int, ...]:
