@@ -113,6 +113,8 @@ class EmbeddedRun:
         heartbeat = Heartbeat(self._store, worker_id).start()
         try:
             self._reporter.note(engine_line(self._model.name, supervisor.service.info))
+            if self._model.cores is not None:
+                self._reporter.note(str(self._model.cores))
             crew = ShardCrew(supervisor, heartbeat, self._drain)
             try:
                 feed = JobFeed(crew, supervisor, session.job_context(job, self._store), self._drain, worker_id)

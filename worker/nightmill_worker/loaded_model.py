@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.cores import CorePlan, find_cores, plan_cores
 from nightmill_worker.feed.tokenizer import Tokenizer
+from nightmill_worker.model.device_choice import CUDA, resolve_limits
 from nightmill_worker.model.source import resolve_model
 from nightmill_worker.model_recipe import ModelRecipe
 from nightmill_worker.wire import RunnerConfig
@@ -20,6 +22,7 @@ class LoadedModel:
     directory: Path  # of the tokenizer; the engine reads it for stop strings
     tokenizer: Tokenizer
     runner_config: RunnerConfig
+    cores: CorePlan | None = None  # None: no cores of this machine are computed on
 
 
 def load_model(spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[str], None]) -> LoadedModel:
@@ -30,10 +33,13 @@ def load_model(spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[st
     """
     progress(f"looking for {spec.model}")
     resolved = resolve_model(spec, progress=progress)
+    on_gpu = resolve_limits(engine).device == CUDA
+    cores = plan_cores(find_cores(), num_threads=engine.num_threads, on_gpu=on_gpu)
     return LoadedModel(
         name=resolved.name,
         digest=resolved.digest,
         directory=resolved.directory,
         tokenizer=Tokenizer.load(resolved.directory),
-        runner_config=ModelRecipe(directory=resolved.directory, spec=spec, options=engine),
+        runner_config=ModelRecipe(directory=resolved.directory, spec=spec, options=engine, cores=cores),
+        cores=cores,
     )

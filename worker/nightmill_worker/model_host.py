@@ -125,6 +125,8 @@ class ModelHost:
                 self._changed.notify_all()
             raise
         log.info("%s", engine_line(session.model.name, session.supervisor.service.info))
+        if session.model.cores is not None:
+            log.info("%s", session.model.cores)
         with self._changed:
             self._refused.pop(spec, None)
             self._serving = Serving(spec, session, self._make_crew(session), self._make_contexts(session))

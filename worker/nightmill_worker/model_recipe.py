@@ -1,9 +1,10 @@
 """The model's runner as a recipe that the feeder can hold without importing torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.cores import CorePlan, find_cores, plan_cores
 from nightmill_worker.engine.step import Runner
 
 
@@ -14,6 +15,7 @@ class ModelRecipe:
     directory: Path  # config.json, and safetensors unless load_format is dummy
     spec: ModelSpec
     options: EngineOptions
+    cores: CorePlan | None = None  # None: planned where it is built
 
     def build(self) -> Runner:
         """Load the weights and allocate the pool.
@@ -28,4 +30,6 @@ class ModelRecipe:
         limit_instruction_set()
         from nightmill_worker.model.runner import ModelRunnerConfig
 
-        return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=self.options).build()
+        plan = self.cores or plan_cores(find_cores(), num_threads=self.options.num_threads)
+        options = replace(self.options, num_threads=plan.engine_threads)
+        return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=options).build()

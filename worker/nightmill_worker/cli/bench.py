@@ -36,7 +36,7 @@ WORKLOADS = ("W1", "W2", "W3")
 @click.option("--static-batch", type=click.IntRange(1), default=32, show_default=True, help="Rows of a static batch.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens a step.")
 @click.option("--page-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a KV page.")
-@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; default: all cores.")
+@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads; default: one a core.")
 @click.option("--limit", type=click.IntRange(1), default=None, help="Only the first N rows: not comparable, but quick.")
 @click.option(
     "--write-workloads",

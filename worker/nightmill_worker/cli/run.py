@@ -64,10 +64,13 @@ def _run(
     settings = Settings.from_env()
     with drain.breakable():
         reporter.phase("starting")
+        from nightmill_worker.cores import limit_feeder
         from nightmill_worker.embedded import EmbeddedRun, RunOptions
         from nightmill_worker.loaded_model import load_model
 
         model = load_model(spec.model, engine, progress=reporter.phase)
+        if model.cores is not None:
+            limit_feeder(model.cores)
     embedded = EmbeddedRun(model, RunOptions(engine=engine, in_process=in_process), settings, reporter, drain)
     return embedded.run(spec, options)
 

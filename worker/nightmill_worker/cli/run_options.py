@@ -105,7 +105,12 @@ engine_options = section(
         show_default=True,
         help="Rows of a tier that wait in the engine, so that those with a common prefix run together.",
     ),
-    click.option("--num-threads", type=_positive, help="CPU threads of the engine.  [default: all cores]"),
+    click.option(
+        "--num-threads",
+        "--threads",
+        type=_positive,
+        help="CPU threads of the engine.  [default: one a core, as far as the control group's quota goes]",
+    ),
     click.option("--in-process", is_flag=True, hidden=True),
 )
 

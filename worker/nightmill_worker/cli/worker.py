@@ -1,7 +1,6 @@
 """`nightmill worker`: takes shards of all jobs, from the broker and the store, until it is told to stop."""
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from nightmill.states import Tier
 from nightmill_worker.cli.run_options import engine_options, read_engine
 
 if TYPE_CHECKING:
+    from nightmill_worker.loaded_model import LoadedModel
     from nightmill_worker.model_host import LoadModel
 
 EPILOG = """\b
@@ -110,10 +110,18 @@ def _loader(flags: dict[str, Any], settings: Settings) -> "LoadModel":
     return _real_loader(read_engine(flags))
 
 
-def _real_loader(engine: EngineOptions) -> "Callable[[ModelSpec], Any]":
+def _real_loader(engine: EngineOptions) -> "LoadModel":
     import logging
 
+    from nightmill_worker.cores import limit_feeder
     from nightmill_worker.loaded_model import load_model
 
     log = logging.getLogger(__name__)
-    return lambda spec: load_model(spec, engine, progress=log.info)
+
+    def load(spec: ModelSpec) -> "LoadedModel":
+        model = load_model(spec, engine, progress=log.info)
+        if model.cores is not None:
+            limit_feeder(model.cores)
+        return model
+
+    return load
