@@ -57,7 +57,7 @@ SMALL = {
 }
 SEED = 20261129
 SHARED_TOKENS = 384
-POOL_BYTES = 512 << 20
+POOL_BYTES = {"small": 16 << 20, "real": 512 << 20}  # enough for 64 rows; what is cached fills it soon in any job
 STAGES = ("plan", "load", "rows", "close")
 
 
@@ -161,8 +161,9 @@ def write_input(path: Path, tokenizer: Tokenizer, rows: int) -> str:
 
 def run_one(directory: Path, rows: int, threads: int | None, scratch: Path) -> Figures:
     """The whole job in this process, as `nightmill run` does it, timed by stages."""
-    model = ModelSpec(model=str(directory), load_format="dummy" if _is_small(directory) else "auto")
-    engine = EngineOptions(pool_bytes=POOL_BYTES, num_threads=threads)
+    is_small = not any(directory.glob("*.safetensors"))
+    model = ModelSpec(model=str(directory), load_format="dummy" if is_small else "auto")
+    engine = EngineOptions(pool_bytes=POOL_BYTES["small" if is_small else "real"], num_threads=threads)
     loaded = load_model(model, engine, progress=lambda _: None)
     system = write_input(scratch / "in.parquet", loaded.tokenizer, rows)
     spec = JobSpec(
@@ -198,10 +199,6 @@ def run_one(directory: Path, rows: int, threads: int | None, scratch: Path) -> F
 def _differences(recorder: Recorder, which: int) -> dict[str, float]:
     names = (*STAGES, "end")
     return {a: recorder.marks[b][which] - recorder.marks[a][which] for a, b in pairwise(names)}
-
-
-def _is_small(directory: Path) -> bool:
-    return not any(directory.glob("*.safetensors"))
 
 
 def make_small(directory: Path, tokenizer_from: Path) -> Path:
