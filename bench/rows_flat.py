@@ -256,8 +256,11 @@ def measure(options: argparse.Namespace, directory: Path, rows: int) -> Figures 
     arguments = [*("--child", str(rows)), *("--directory", str(directory))]
     arguments += [] if options.threads is None else ["--threads", str(options.threads)]
     command = [sys.executable, "-m", "bench.rows_flat", *arguments]
+    root = Path(__file__).parents[1]
     try:
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.limit_s, check=True)
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=options.limit_s, check=True, cwd=root
+        )
     except subprocess.TimeoutExpired:
         return None
     found: dict[str, Any] = json.loads(ended.stdout)
