@@ -112,48 +112,60 @@ INLINE void put(char *row, int64_t at, vf x, int64_t left, const int bf16) {
   }
 }
 
-INLINE void finish_row(const struct product_call *call, char *out, const vf acc[TILE_VECTORS], int64_t panel, int tile,
-                       const int bf16, const int gate) {
+// Sums of `height` rows and one panel's columns, on their way out.
+INLINE void finish(const struct product_call *call, const float *sums, int64_t panel, int64_t row, int height,
+                   const int bf16, const int gate) {
   const struct nm_linear *c = call->layer;
-  const float *bias = (const float *)c->packed + panels_of(c) * PANEL * units_of(c) + panel * PANEL + tile * TILE;
-  vf x[TILE_VECTORS];
-#pragma GCC unroll 4
-  for (int j = 0; j < TILE_VECTORS; j++) x[j] = c->has_bias ? acc[j] + load(bias, j * VW, 0) : acc[j];
-  if (gate == NM_NO_GATE) {
-    const int64_t column = panel * PANEL + tile * TILE;
-#pragma GCC unroll 4
-    for (int j = 0; j < TILE_VECTORS; j++) put(out, column + j * VW, x[j], c->outputs - column - j * VW, bf16);
-    return;
-  }
-  const int64_t column = panel * (PANEL / 2) + tile * (TILE / 2);
-#pragma GCC unroll 2
-  for (int j = 0; j < TILE_VECTORS / 2; j++) {
-    // Rounded as two layers with a gate between them would: the same bits.
-    const vf g = bf16 ? widen_v(to_bf16(x[2 * j])) : x[2 * j];
-    const vf up = bf16 ? widen_v(to_bf16(x[2 * j + 1])) : x[2 * j + 1];
-    put(out, column + j * VW, gated(g, up, gate), c->outputs - column - j * VW, bf16);
+  const float *bias = (const float *)c->packed + panels_of(c) * PANEL * units_of(c) + panel * PANEL;
+  const int64_t column = gate == NM_NO_GATE ? panel * PANEL : panel * (PANEL / 2), left = c->outputs - column;
+  for (int r = 0; r < height; r++, sums += PANEL) {
+    char *out = call->out + (row + r) * call->out_stride;
+    vf x[PANEL / VW];
+    for (int j = 0; j < PANEL / VW; j++) {
+      x[j] = load(sums, j * VW, 0);
+      if (c->has_bias) x[j] += load(bias, j * VW, 0);
+    }
+    if (gate == NM_NO_GATE) {
+      for (int j = 0; j < PANEL / VW; j++) put(out, column + j * VW, x[j], left - j * VW, bf16);
+      continue;
+    }
+    for (int j = 0; j < PANEL / VW / 2; j++) {
+      // Rounded as two layers with a gate between them would: the same bits.
+      const vf g = bf16 ? widen_v(to_bf16(x[2 * j])) : x[2 * j];
+      const vf up = bf16 ? widen_v(to_bf16(x[2 * j + 1])) : x[2 * j + 1];
+      put(out, column + j * VW, gated(g, up, gate), left - j * VW, bf16);
+    }
   }
 }
 
+static void finish_strip(const struct product_call *call, const float *sums, int64_t panel, int64_t row, int height) {
+  const int bf16 = call->layer->dtype == NM_BF16, gate = call->layer->gate;
+  if (bf16 && gate == NM_NO_GATE) finish(call, sums, panel, row, height, 1, NM_NO_GATE);
+  if (bf16 && gate == NM_SILU) finish(call, sums, panel, row, height, 1, NM_SILU);
+  if (bf16 && gate == NM_GELU_TANH) finish(call, sums, panel, row, height, 1, NM_GELU_TANH);
+  if (!bf16 && gate == NM_NO_GATE) finish(call, sums, panel, row, height, 0, NM_NO_GATE);
+  if (!bf16 && gate == NM_SILU) finish(call, sums, panel, row, height, 0, NM_SILU);
+  if (!bf16 && gate == NM_GELU_TANH) finish(call, sums, panel, row, height, 0, NM_GELU_TANH);
+}
+
 struct block {
-  int64_t first, depth;  // units
-  int is_first, is_last, has_tail;
+  int64_t first, depth;    // units
+  int is_first, has_tail;  // the tail: half a unit, after the others
 };
 
 INLINE void strip(const struct product_call *call, const struct block *block, int64_t panel, int64_t row, float *sums,
                   struct ahead *ahead, const int R, const int kind) {
   const struct nm_linear *c = call->layer;
-  const int bf16 = kind != F32;
   const char *x = call->x + row * call->x_stride + 4 * block->first;
   const uint32_t *weights = (const uint32_t *)c->packed + (panel * units_of(c) + block->first) * PANEL;
-  for (int t = 0; t < PANEL / TILE; t++) {
+  for (int t = 0; t < PANEL; t += TILE) {
     vf acc[STRIP_ROWS][TILE_VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < TILE_VECTORS; j++)
-        acc[r][j] = block->is_first ? splat(0.0f) : load(sums, r * PANEL + t * TILE + j * VW, 0);
-    multiply_units(acc, x, call->x_stride, weights + t * TILE, (int)block->depth, ahead, R, kind);
+        acc[r][j] = block->is_first ? splat(0.0f) : load(sums, r * PANEL + t + j * VW, 0);
+    multiply_units(acc, x, call->x_stride, weights + t, (int)block->depth, ahead, R, kind);
     if (block->has_tail) {
       uint32_t units[STRIP_ROWS];
       for (int r = 0; r < R; r++) {
@@ -161,25 +173,21 @@ INLINE void strip(const struct product_call *call, const struct block *block, in
         memcpy(&half, x + r * call->x_stride + 4 * block->depth, 2);
         units[r] = half;
       }
-      add_unit(acc, units, weights + t * TILE + block->depth * PANEL, R, kind);
+      add_unit(acc, units, weights + t + block->depth * PANEL, R, kind);
     }
-    char *out = call->out + row * call->out_stride;
-    if (!block->is_last) {
 #pragma GCC unroll 6
-      for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int j = 0; j < TILE_VECTORS; j++) store(sums, r * PANEL + t * TILE + j * VW, acc[r][j], 0);
-    } else if (c->gate == NM_NO_GATE) {
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) finish_row(call, out + r * call->out_stride, acc[r], panel, t, bf16, NM_NO_GATE);
-    } else if (c->gate == NM_SILU) {
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) finish_row(call, out + r * call->out_stride, acc[r], panel, t, bf16, NM_SILU);
-    } else {
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++) finish_row(call, out + r * call->out_stride, acc[r], panel, t, bf16, NM_GELU_TANH);
-    }
+      for (int j = 0; j < TILE_VECTORS; j++) store(sums, r * PANEL + t + j * VW, acc[r][j], 0);
   }
+}
+
+// The lines that finish_strip will write, brought in while the strip is multiplied: 5 % at 512 rows.
+static void fetch_outputs(const struct product_call *call, int64_t panel, int64_t row, int height) {
+  const int64_t bytes = (call->layer->gate == NM_NO_GATE ? PANEL : PANEL / 2) * (call->layer->dtype == NM_BF16 ? 2 : 4);
+  const char *at = call->out + row * call->out_stride + panel * bytes;
+  for (int r = 0; r < height; r++, at += call->out_stride)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 1, 3);
 }
 
 // One function for each height, so that each has its sums in registers.
@@ -211,7 +219,7 @@ static void multiply_run(const struct run *run, void *data) {
   const int64_t first_row = strip_row(run, run->first), strips = run->last - run->first;
   for (int64_t at = 0; at < units; at += DEPTH_BLOCK) {
     const int64_t end = at + DEPTH_BLOCK < units ? at + DEPTH_BLOCK : units;
-    const struct block block = {at, (end < whole ? end : whole) - at, at == 0, end == units, end > whole};
+    const struct block block = {at, (end < whole ? end : whole) - at, at == 0, end > whole};
     struct ahead ahead = {(const char *)c->packed + (run->panel * units + end) * PANEL * 4, NULL, 0};
     // The next block: of this panel, or of the next one if it is ours.
     const int64_t next = end < units ? (units - end < DEPTH_BLOCK ? units - end : DEPTH_BLOCK)
@@ -221,7 +229,10 @@ static void multiply_run(const struct run *run, void *data) {
     for (int64_t s = run->first; s < run->last; s++) {
       const int64_t row = strip_row(run, s), height = strip_row(run, s + 1) - row;
       ahead.lines = ahead.at < ahead.end ? lines : 0;
-      strip_functions[height - 1][c->dtype](call, &block, run->panel, row, sums + (row - first_row) * PANEL, &ahead);
+      float *to = units <= DEPTH_BLOCK ? sums : sums + (row - first_row) * PANEL;
+      if (end == units) fetch_outputs(call, run->panel, row, (int)height);
+      strip_functions[height - 1][c->dtype](call, &block, run->panel, row, to, &ahead);
+      if (end == units) finish_strip(call, to, run->panel, row, (int)height);
     }
   }
 }
