@@ -137,14 +137,15 @@ static int64_t tiles_of(const struct nm_attention *c, int s, int kv_head, int ti
   return count;
 }
 
-// KV head by KV head, so that pages shared by many sequences stay in the caches; prefill chunks before decodes.
+// Prefill chunks before decodes. The KV heads of a sequence follow each other: they lie side by side in its pages, and
+// memory is faster the longer the runs that are read.
 static int64_t list_tiles(const struct nm_attention *c, struct tile *out) {
   const int tile_queries = larger(1, smaller(MAX_ROWS, STATE / c->head_dim) / (c->heads / c->kv_heads));
   int64_t count = 0;
   for (int decodes = 0; decodes < 2; decodes++)
-    for (int h = 0; h < c->kv_heads; h++)
-      for (int s = 0; s < c->num_sequences; s++)
-        if ((query_len(c, s) == 1) == decodes) count += tiles_of(c, s, h, tile_queries, out ? out + count : NULL);
+    for (int s = 0; s < c->num_sequences; s++)
+      for (int h = 0; h < c->kv_heads && (query_len(c, s) == 1) == decodes; h++)
+        count += tiles_of(c, s, h, tile_queries, out ? out + count : NULL);
   return count;
 }
 

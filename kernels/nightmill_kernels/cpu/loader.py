@@ -15,7 +15,18 @@ from nightmill_kernels.cpu.isa import ISA_FLAGS
 
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("parallel.c", "pointwise.c", "attention.c", "draw.c", "linear.c", "linear_int8.c")
-HEADERS = ("nightmill.h", "vec.h", "product.h", "tile.h", "groups.h", "elementary.h", "linear_work.h", "linear_tile.h")
+HEADERS = (
+    "nightmill.h",
+    "vec.h",
+    "product.h",
+    "pack.h",
+    "softmax.h",
+    "tile.h",
+    "groups.h",
+    "elementary.h",
+    "linear_work.h",
+    "linear_tile.h",
+)
 FLAGS = (
     "-std=gnu11",
     "-O2",
