@@ -80,6 +80,10 @@ def test_reads_several_files(model: Path) -> None:
         ({"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}, "LlamaForCausalLM does not have.*q_norm"),
         ({"model.norm.weight": torch.ones(8)}, r"model\.norm\.weight has shape \[8\].*\[16\]"),
         ({"model.norm.weight": torch.full((16,), torch.nan)}, r"holds NaN in tensors: model\.norm\.weight"),
+        (
+            {"model.norm.weight": torch.tensor([1.0] * 11 + [torch.nan] + [2.0] * 4)},
+            r"holds NaN in tensors: model\.norm",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(model: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
