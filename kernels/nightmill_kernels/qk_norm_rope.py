@@ -59,8 +59,8 @@ def qk_norm_rope(
         gpu.qk_norm_rope(q, k, v, positions, k_pool, v_pool, slots, cos_sin=cos_sin, norms=norms)
         return q
     if norms is not None:
-        q = rms_norm(q, norms.q, norms.eps, weight_offset=norms.weight_offset)
-        k = rms_norm(k, norms.k, norms.eps, weight_offset=norms.weight_offset)
+        q = rms_norm(q, norms.q, norms.eps, weight_offset=norms.weight_offset, out=q)
+        k = rms_norm(k, norms.k, norms.eps, weight_offset=norms.weight_offset, out=k)
     if cos_sin is None:
         store_kv(k, v, k_pool, v_pool, slots)
     else:

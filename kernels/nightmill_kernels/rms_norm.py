@@ -18,8 +18,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
     _check(x, weight)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif out.shape != x.shape or out.dtype != x.dtype or not heads_dense(out):
-        raise ValueError(f"out {out.dtype} {tuple(out.shape)} must be like x, {x.dtype} {tuple(x.shape)}")
+    else:
+        _check_out(x, out)
     if on_triton(x):
         from nightmill_kernels.gpu import rms_norm as gpu
 
@@ -32,28 +32,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, weight_offset: float = 0.0
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype before it is normalised.
 
-    `residual` (contiguous) is updated in place and returned.
+    `residual` (contiguous) is updated in place and returned. `out` is where the first goes; it may be x itself.
     """
     _check(x, weight)
+    if out is not None:
+        _check_out(x, out)
     if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(f"residual {residual.dtype} {tuple(residual.shape)} must be contiguous and like x {x.shape}")
     if on_triton(x):
         from nightmill_kernels.gpu import rms_norm as gpu
 
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         gpu.rms_norm(x, residual, weight, out, eps, weight_offset)
         return out, residual
     library = library_for(x, weight)
     if library is not None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         if library.rms_norm(_call(x, residual, weight, out, eps, weight_offset)):
             return out, residual
     residual += x
-    return reference.rms_norm(residual, weight, eps, weight_offset), residual
+    normalised = reference.rms_norm(residual, weight, eps, weight_offset)
+    return normalised if out is None else out.copy_(normalised), residual
 
 
 def _call(
@@ -74,6 +83,11 @@ def _call(
         eps=eps,
         weight_offset=weight_offset,
     )
+
+
+def _check_out(x: Tensor, out: Tensor) -> None:
+    if out.shape != x.shape or out.dtype != x.dtype or not heads_dense(out):
+        raise ValueError(f"out {out.dtype} {tuple(out.shape)} must be like x, {x.dtype} {tuple(x.shape)}")
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

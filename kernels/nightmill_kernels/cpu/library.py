@@ -1,10 +1,11 @@
 """The C library's functions as typed Python calls. Mirrors nightmill.h."""
 
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 
 from nightmill_kernels.cpu import loader, openmp
+from nightmill_kernels.cpu.recording import Op, Recorder, Recording, Step
 
 ABI = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -166,6 +167,20 @@ class LinearLayer(Structure):
         return cls(outputs=outputs, inputs=inputs, dtype=DTYPES[dtype], gate=gate)
 
 
+class LinearCall(Structure):
+    """struct nm_linear_call."""
+
+    _fields_ = (
+        ("layer", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("rows", c_int64),
+        ("threads", c_int32),
+    )
+
+
 class Library:
     """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
 
@@ -188,6 +203,7 @@ class Library:
             ("nm_linear_rows", [POINTER(LinearLayer), c_void_p, c_int64, c_int, c_void_p, c_int]),
             ("nm_linear_int8", [POINTER(LinearInt8Call)]),
             ("nm_int8_row_bytes", [c_int64]),
+            ("nm_replay", [POINTER(Step), c_int64, POINTER(c_int64)]),
         ):
             getattr(self._c, name).argtypes = arguments
         self._c.nm_int8_row_bytes.restype = c_int64
@@ -195,6 +211,7 @@ class Library:
         if self._c.nm_abi() != ABI:
             raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
         self._c.nm_set_parallel(openmp.team_function())
+        self.recorder = Recorder()
 
     def paired(self, dtype: torch.dtype, *, head_dim: int, page_size: int) -> bool:
         """Whether pages of such a pool are paired, see nm_paired in nightmill.h."""
@@ -202,15 +219,15 @@ class Library:
 
     def paged_attention(self, call: AttentionCall) -> bool:
         """False when the library does not take this shape."""
-        return _done("paged_attention", self._c.nm_paged_attention(byref(call)))
+        return self._noted(Op.ATTENTION, call, _done("paged_attention", self._c.nm_paged_attention(byref(call))))
 
     def rms_norm(self, call: NormCall) -> bool:
         """False when the library does not take this shape."""
-        return _done("rms_norm", self._c.nm_rms_norm(byref(call)))
+        return self._noted(Op.RMS_NORM, call, _done("rms_norm", self._c.nm_rms_norm(byref(call))))
 
     def rope_store(self, call: RopeCall) -> bool:
         """False when the library does not take this shape."""
-        return _done("rope_store", self._c.nm_rope_store(byref(call)))
+        return self._noted(Op.ROPE_STORE, call, _done("rope_store", self._c.nm_rope_store(byref(call))))
 
     def gated_mul(self, gate_up: torch.Tensor, out: torch.Tensor, gate: int) -> None:
         """gate_up [T, 2F], rows contiguous; out [T, F] contiguous; gate SILU or GELU_TANH."""
@@ -257,10 +274,12 @@ class Library:
 
     def linear(self, layer: LinearLayer, x: torch.Tensor, out: torch.Tensor) -> None:
         """X [T, inputs] and out [T, outputs], rows contiguous."""
-        status = self._c.nm_linear(
-            byref(layer), x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), len(x), torch.get_num_threads()
-        )
-        _done("linear", status)
+        threads = torch.get_num_threads()
+        x_at, out_at, x_stride, out_stride = x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0)
+        _done("linear", self._c.nm_linear(byref(layer), x_at, x_stride, out_at, out_stride, len(x), threads))
+        if self.recorder.is_on:
+            call = LinearCall(addressof(layer), x_at, out_at, x_stride, out_stride, len(x), threads)
+            self.recorder.note(Op.LINEAR, call)
 
     def linear_rows(self, layer: LinearLayer, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Rows int32 or int64 [R]; out [R, inputs] contiguous."""
@@ -269,6 +288,20 @@ class Library:
             "linear_rows",
             self._c.nm_linear_rows(byref(layer), rows.data_ptr(), len(rows), wide, out.data_ptr(), threads),
         )
+
+    def replay(self, recording: Recording) -> None:
+        """Do every call of a recording again, in order. ValueError as the call itself would raise it."""
+        stopped_at = c_int64(-1)
+        status = self._c.nm_replay(recording.steps(), len(recording), byref(stopped_at))
+        if status == UNSUPPORTED:
+            raise ValueError(f"call {stopped_at.value} of a recording is none that the library takes")
+        if status:
+            _done(recording.op_at(stopped_at.value).name.lower(), status)
+
+    def _noted(self, op: Op, call: Structure, done: bool) -> bool:
+        if done:
+            self.recorder.note(op, call)
+        return done
 
 
 def _done(name: str, status: int) -> bool:

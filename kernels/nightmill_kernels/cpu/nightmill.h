@@ -146,6 +146,21 @@ struct nm_linear_int8 {
 NM_EXPORT int nm_linear_int8(const struct nm_linear_int8 *call);
 NM_EXPORT int64_t nm_int8_row_bytes(int64_t in_features);
 
+struct nm_linear_call {  // the arguments of nm_linear
+  const struct nm_linear *layer;
+  const void *x;
+  void *out;
+  int64_t x_stride, out_stride, rows;
+  int32_t threads;
+};
+enum nm_op { NM_OP_RMS_NORM = 0, NM_OP_ROPE_STORE = 1, NM_OP_ATTENTION = 2, NM_OP_LINEAR = 3 };
+struct nm_step {
+  int64_t op;
+  const void *call;  // the struct that the op's function takes; nm_linear_call for NM_OP_LINEAR
+};
+// Calls one after the other, up to the first that does not return NM_OK: its place and status.
+NM_EXPORT int nm_replay(const struct nm_step *steps, int64_t count, int64_t *stopped_at);
+
 // Internal: parallel.c
 // Calls body(first, last, data) over [0, count) in pieces of at most `grain`, on up to `threads` threads.
 void nm_for(int64_t count, int64_t grain, int threads, void (*body)(int64_t, int64_t, void *), void *data);

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nightmill_kernels.rms_norm import rms_norm
+from nightmill_kernels.rms_norm import add_rms_norm
 from nightmill_worker.model.config import ModelConfig, RopeConfig
 from nightmill_worker.model.layers import Layer, StepTensors
 from nightmill_worker.model.linear import Linear
@@ -15,6 +15,7 @@ from nightmill_worker.model.pool import KVPool
 from nightmill_worker.model.quantization import linear_maker
 from nightmill_worker.model.rope import rope_table
 from nightmill_worker.model.weights import ModelWeights
+from nightmill_worker.model.workspace import ANYWHERE
 
 
 class Decoder:
@@ -57,22 +58,35 @@ class Decoder:
         token_ids = step.token_ids
         if step.token_index is not None:
             token_ids = token_ids.index_select(0, step.token_index)
+        return self.run_layers(self.embed(token_ids), step)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T, d] of token ids [T], int32 or int64: what the first layer gets."""
         residual = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
+        return residual
+
+    def run_layers(self, residual: Tensor, step: StepTensors) -> Tensor:
+        """`forward` from the embedding [T, d] on, which is overwritten."""
         delta: Tensor | None = None
+        buffers = step.buffers
         last = self._layers[-1]
         for layer in self._layers:
             mixed, residual = layer.attend(delta, residual, step)
             if layer is last and step.sampled is not None:
                 # Nothing reads the other tokens' outputs of the last layer.
                 mixed, residual = mixed[step.sampled], residual[step.sampled]
+                buffers = ANYWHERE  # those are for all tokens
                 if not len(residual):
                     return residual
-            delta, residual = layer.feed_forward(mixed, residual)
+            delta, residual = layer.feed_forward(mixed, residual, buffers)
         assert delta is not None
         c = self._config
-        return rms_norm(residual.add_(delta), self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+        hidden, _ = add_rms_norm(
+            delta, residual, self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset, out=buffers.hidden
+        )
+        return hidden
 
     def bind(self, pool: KVPool) -> None:
         """Use another page pool from now on: how large it may be is known only once the model has run."""

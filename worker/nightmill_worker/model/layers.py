@@ -13,6 +13,7 @@ from nightmill_worker.model.config import Activation, ModelConfig, QKNorm
 from nightmill_worker.model.linear import Linear
 from nightmill_worker.model.quantization import MakeLinear
 from nightmill_worker.model.weights import LayerWeights
+from nightmill_worker.model.workspace import ANYWHERE, LayerBuffers
 
 _GATES = {Activation.SILU: Gate.SILU, Activation.GELU_TANH: Gate.GELU_TANH}
 
@@ -27,6 +28,7 @@ class StepTensors:
     attention: AttentionMetadata
     sampled: Tensor | None  # int64 [R] indices into T; None: every token, in order
     token_index: Tensor | None = None  # int32 [T] which of token_ids, then of any length, the tokens are
+    buffers: LayerBuffers = ANYWHERE
 
 
 class Layer:
@@ -64,14 +66,14 @@ class Layer:
         Args:
             delta: [T, d], what the layer before adds to the residual; None in the first layer.
             residual: [T, d], updated in place.
-            step: where the tokens stand.
+            step: where the tokens stand, and where results go.
 
         Returns:
             [T, H · D] and the new residual.
         """
-        c = self._config
-        hidden, residual = self._enter(delta, residual, self._attention_norm)
-        qkv = self._qkv(hidden).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        c, buffers = self._config, step.buffers
+        hidden, residual = self._enter(delta, residual, self._attention_norm, buffers.hidden)
+        qkv = self._qkv(hidden, buffers.qkv).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = qkv.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         if c.qk_norm is QKNorm.FULL:
             q, k = self._norm_all_heads(q, self._q_norm), self._norm_all_heads(k, self._k_norm)
@@ -94,29 +96,33 @@ class Layer:
             scale=c.attention_scale,
             window=self._window,
             softcap=c.attention_softcap,
+            out=buffers.mixed,
         )
         return mixed.flatten(1), residual
 
-    def feed_forward(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(self, mixed: Tensor, residual: Tensor, buffers: LayerBuffers = ANYWHERE) -> tuple[Tensor, Tensor]:
         """Output projection, then the feed-forward part: (what is to be added to the residual, the residual)."""
-        delta = self._leave(self._out(mixed), self._attention_post_norm)
-        hidden, residual = self._enter(delta, residual, self._mlp_norm)
-        return self._leave(self._down(self._gate_up(hidden)), self._mlp_post_norm), residual
+        delta = self._leave(self._out(mixed, buffers.delta), self._attention_post_norm)
+        hidden, residual = self._enter(delta, residual, self._mlp_norm, buffers.hidden)
+        delta = self._down(self._gate_up(hidden, buffers.gated), buffers.delta)
+        return self._leave(delta, self._mlp_post_norm), residual
 
-    def _enter(self, delta: Tensor | None, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _enter(
+        self, delta: Tensor | None, residual: Tensor, norm: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Add the last part's result to the residual and normalise it for the next."""
         c = self._config
         if norm is None:
             residual = residual if delta is None else residual.add_(delta)
             return residual, residual
         if delta is None:
-            return rms_norm(residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset), residual
-        return add_rms_norm(delta, residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+            return rms_norm(residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset, out=out), residual
+        return add_rms_norm(delta, residual, norm, c.norm_eps, weight_offset=c.norm_weight_offset, out=out)
 
     def _leave(self, delta: Tensor, norm: Tensor | None) -> Tensor:
         c = self._config
         if norm is not None:
-            delta = rms_norm(delta, norm, c.norm_eps, weight_offset=c.norm_weight_offset)
+            delta = rms_norm(delta, norm, c.norm_eps, weight_offset=c.norm_weight_offset, out=delta)
         return delta if c.residual_scale == 1.0 else delta.mul_(c.residual_scale)
 
     def _norm_all_heads(self, heads: Tensor, norm: Tensor | None) -> Tensor:

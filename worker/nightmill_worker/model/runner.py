@@ -15,6 +15,7 @@ from nightmill_worker.engine.roofline import Roofline
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
+from nightmill_worker.model.decode_recordings import DecodeRecordings
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.device import Device
 from nightmill_worker.model.device_choice import CPU, resolve_limits
@@ -29,6 +30,10 @@ from nightmill_worker.model.roofline import model_roofline
 from nightmill_worker.model.sampler import sample
 from nightmill_worker.model.swap import HostPages
 from nightmill_worker.model.weights import ModelWeights, load_weights
+from nightmill_worker.model.workspace import ANYWHERE, LayerBuffers, Workspace
+
+MAX_STEP_TOKENS = 512
+"""Steps of up to so many tokens find their memory ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +118,16 @@ class ModelRunner:
         self.roofline: Roofline | None = None  # see HasRoofline
         pool = KVPool(config, shape, weights.embedding.dtype, weights.embedding.device)
         self._host: HostPages | None = HostPages(pool, num_host_pages)
-        self._decoder: Decoder | None = Decoder(
-            config, weights, pool, max_model_len=max_model_len, quantization=quantization
+        self._workspace = Workspace(config, weights.embedding.dtype, max_tokens=MAX_STEP_TOKENS)
+        decoder = Decoder(config, weights, pool, max_model_len=max_model_len, quantization=quantization)
+        self._decoder: Decoder | None = decoder
+        self.recordings: DecodeRecordings | None = DecodeRecordings(
+            decoder,
+            self._workspace,
+            max_rows=MAX_STEP_TOKENS,
+            max_pages=-(-max_model_len // shape.page_size),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
         )
 
     @property
@@ -145,22 +158,29 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute K and V of every token of the plan and draw the tokens it asks for."""
-        hidden = self._forward(plan)
-        if hidden.shape[0] == 0:
+        logits = self._logits(plan)
+        if logits is None:
             return StepOutput(tokens=np.empty(0, dtype=np.int32))
-        return sample(self._loaded().logits(hidden), plan.sample)
+        return sample(logits, plan.sample)
 
     @torch.inference_mode()
     def compute_logits(self, plan: StepPlan) -> Tensor:
         """Run the plan and return float32 [R, vocab] instead of drawing: for parity tests and scoring."""
-        return self._loaded().logits(self._forward(plan)).float()
+        logits = self._logits(plan)
+        return torch.empty(0, self.vocab_size) if logits is None else logits.to(torch.float32, copy=True)
 
     def close(self) -> None:
         """Free the pool and the weights."""
-        self._decoder = self._host = None
+        self._decoder = self._host = self.recordings = None
 
-    def _forward(self, plan: StepPlan) -> Tensor:
-        return self._loaded().forward(step_tensors(plan))
+    def _logits(self, plan: StepPlan) -> Tensor | None:
+        """[R, V] of the tokens that draw, overwritten by the next step; None if there are none."""
+        decoder = self._loaded()
+        recorded = None if self.recordings is None else self.recordings.logits(plan)
+        if recorded is not None:
+            return decoder.shape_logits(recorded)
+        hidden = decoder.forward(step_tensors(plan, self._workspace.take(plan.num_tokens)))
+        return decoder.logits(hidden) if len(hidden) else None
 
     def _swap_pool(self) -> HostPages:
         if self._host is None:
@@ -173,8 +193,8 @@ class ModelRunner:
         return self._decoder
 
 
-def step_tensors(plan: StepPlan) -> StepTensors:
-    """The plan's arrays as tensors that share their memory."""
+def step_tensors(plan: StepPlan, buffers: LayerBuffers = ANYWHERE) -> StepTensors:
+    """The plan's arrays as tensors that share their memory, and where the layers put their results."""
     token_index = plan.sample.token_index
     return StepTensors(
         token_ids=_share(plan.token_ids),
@@ -196,6 +216,7 @@ def step_tensors(plan: StepPlan) -> StepTensors:
         sampled=None
         if _is_every_token(token_index, plan.num_tokens)
         else torch.from_numpy(token_index.astype(np.int64)),
+        buffers=buffers,
     )
 
 
