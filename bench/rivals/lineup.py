@@ -52,7 +52,7 @@ OPENVINO = Rival(
     script="openvino_child.py",
     model="openvino-ir",
     other_model="gguf-f16",
-    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "cache_gb": 3, "properties": {}},
+    settings={"max_num_seqs": 64, "max_num_batched_tokens": 512, "cache_gb": 3, "kv_precision": "bf16"},
     venv="openvino",
     installs=(PipInstall(arguments=("openvino-genai==2026.4.*", "numpy")),),
 )
@@ -73,7 +73,7 @@ LLAMA_CPP = Rival(
         ),
     ),
     rounds=1,
-    rows=48,
+    rows={"W1": 24, "W2": 16, "W3": 4},
 )
 TRANSFORMERS = Rival(
     name="transformers",
@@ -82,7 +82,7 @@ TRANSFORMERS = Rival(
     model="safetensors",
     settings={"batch_size": 32},
     rounds=1,
-    rows=64,
+    rows={"W1": 64, "W2": 32, "W3": 16},
 )
 
 RIVALS = {rival.name: rival for rival in (NIGHTMILL, VLLM, OPENVINO, LLAMA_CPP, TRANSFORMERS)}

@@ -9,6 +9,7 @@ from bench.rivals.lineup import OURS
 from bench.rivals.standing import Cell
 
 _OURS_COLOUR, _RIVAL_COLOUR, _VOID_COLOUR = "#1b6ca8", "#9aa5b1", "#e3e6ea"
+_BOUND_COLOUR = "#c0392b"
 
 
 def draw(path: Path, cells: Sequence[Cell]) -> bool:
@@ -32,17 +33,27 @@ def draw(path: Path, cells: Sequence[Cell]) -> bool:
             if rival in here:
                 _bar(axes, place, here[rival])
         axes.set_title(workload, fontsize=10)
-        axes.set_xlim(0, 1.28 * max(cell.highest for cell in here.values()))
+        bound = _bound(list(here.values()))
+        if bound is not None:
+            axes.axvline(bound, color=_BOUND_COLOUR, linestyle=":", linewidth=1.2)
+        axes.set_xlim(0, 1.25 * max(bound or 0.0, *(cell.highest for cell in here.values())))
         axes.tick_params(labelsize=8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     panels[0][0].set_yticks(range(len(rivals)), rivals, fontsize=9)
     panels[0][0].invert_yaxis()
-    figure.supxlabel("generated tokens/s: median, range (pale: first rows only, or void)", fontsize=8)
+    figure.supxlabel(
+        "generated tokens/s: median, range (pale: first rows only, or void; dotted: the bound)", fontsize=8
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
     plt.close(figure)
     return True
+
+
+def _bound(cells: Sequence[Cell]) -> float | None:
+    """Tokens/s at 100 % of the bound."""
+    return next((cell.tokens_per_s / cell.bound_share for cell in cells if cell.bound_share), None)
 
 
 def _bar(axes: Any, place: int, cell: Cell) -> None:

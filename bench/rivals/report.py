@@ -172,7 +172,7 @@ class Report:
                     "model": entrant.rival.model,
                     "environment": dict(entrant.rival.environment),
                     "rounds": entrant.rival.rounds,
-                    "rows": entrant.rival.rows,
+                    "rows": dict(entrant.rival.rows),
                     "ready": asdict(self.session.ready[entrant.rival.name])
                     if entrant.rival.name in self.session.ready
                     else None,

@@ -32,8 +32,8 @@ class Rival:
     preload: tuple[str, ...] = ()  # libraries for LD_PRELOAD, those that exist
     rounds: int | None = None
     """At most so many: an engine that takes minutes for a workload is measured less often."""
-    rows: int | None = None
-    """At most so many of a workload's rows; such a figure is no rival's best, and is marked."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Of a workload at most so many rows; such a figure is no rival's best, and is marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

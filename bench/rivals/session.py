@@ -114,7 +114,8 @@ class Session:
 
     def _run(self, entrant: Entrant, task: Task, number: int, attempt: int) -> Run:
         process = entrant.process
-        limit = min((n for n in (self.limits.rows, entrant.rival.rows) if n is not None), default=None)
+        limits = (self.limits.rows, entrant.rival.rows.get(task.workload.name))
+        limit = min((n for n in limits if n is not None), default=None)
         process.prepare(task.file, limit, self.limits.start_s)
         if not self.watch.wait_until_quiet(self.limits.quiet_s):
             self.say(

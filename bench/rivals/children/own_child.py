@@ -7,31 +7,25 @@ from typing import Any
 
 from answering import Row, serve
 
-from nightmill_worker.model.threads import limit_spinning
-
-limit_spinning()  # as in the engine process, and before torch
-
-import torch  # noqa: E402
-
-from nightmill.records import EngineOptions, ModelSpec  # noqa: E402
-from nightmill_worker.bench import own_engine  # noqa: E402
-from nightmill_worker.bench.machine import this_machine  # noqa: E402
-from nightmill_worker.bench.workload import Workload, WorkloadRow  # noqa: E402
-from nightmill_worker.model.config import ModelConfig  # noqa: E402
-from nightmill_worker.model.runner import ModelRunnerConfig  # noqa: E402
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.bench import own_engine
+from nightmill_worker.bench.machine import this_machine
+from nightmill_worker.bench.workload import Workload, WorkloadRow
+from nightmill_worker.engine.roofline import HasRoofline
+from nightmill_worker.model.config import ModelConfig
+from nightmill_worker.model_recipe import ModelRecipe
 
 
 class Own:
     def __init__(self, given: dict[str, Any]) -> None:
-        torch.set_num_threads(given["threads"])
         directory, spec = Path(given["model"]), ModelSpec(model=given["model"], dtype="bfloat16")
-        max_model_len = ModelConfig.from_directory(directory).resolve_max_model_len(None)
         limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-        options = EngineOptions(max_num_seqs=given["max_num_seqs"])
-        runner = ModelRunnerConfig(model_dir=directory, spec=spec, options=options).build()
+        options = EngineOptions(device="cpu", num_threads=given["threads"], **limits)
+        runner = ModelRecipe(directory=directory, spec=spec, options=options).build()
+        max_model_len = ModelConfig.from_directory(directory).resolve_max_model_len(None)
         self.versions = this_machine().versions
-        self.settings = {"dtype": "bfloat16", "page_size": options.page_size, "max_model_len": max_model_len, **limits}
-        if runner.roofline is not None:
+        self.settings = {"dtype": "bfloat16", "max_model_len": max_model_len, **limits}
+        if isinstance(runner, HasRoofline) and runner.roofline is not None:
             self.settings["ceilings"] = dataclasses.asdict(runner.roofline.ceilings)
         self._engine = own_engine.continuous(runner, max_model_len=max_model_len, **limits)
         self._detail: dict[str, float] = {}

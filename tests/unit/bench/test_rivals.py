@@ -66,10 +66,10 @@ def task(tmp_path: Path) -> Task:
 def entrant(tmp_path: Path, task: Task) -> Any:
     started: list[EngineProcess] = []
 
-    def make(name: str, *, rounds: int | None = None, rows: int | None = None, **settings: Any) -> Entrant:
+    def make(name: str, *, rounds: int | None = None, rows: dict[str, int] | None = None, **settings: Any) -> Entrant:
         given = {"seconds": 0.0, "warm_up": str(task.file), "warm_up_rows": 1, "max_num_seqs": 2} | settings
         rival = Rival(
-            name=name, what="a fake", script="fake_child.py", model="", settings=given, rounds=rounds, rows=rows
+            name=name, what="a fake", script="fake_child.py", model="", settings=given, rounds=rounds, rows=rows or {}
         )
         process = EngineProcess(
             name=name,
@@ -178,7 +178,7 @@ def test_an_engine_with_another_model_is_void(entrant: Any, task: Task) -> None:
 
 
 def test_a_slow_engine_runs_fewer_rounds_and_rows_and_is_no_best_rival(entrant: Any, task: Task) -> None:
-    session = session_of([entrant(OURS), entrant("slow", rounds=1, rows=2)], task, rounds=2)
+    session = session_of([entrant(OURS), entrant("slow", rounds=1, rows={"W1": 2, "W2": 1})], task, rounds=2)
     session.run()
     slow = [run for run in session.runs if run.rival == "slow"]
     assert [(run.round, run.rows, run.is_whole) for run in slow] == [(1, 2, False)]
@@ -278,7 +278,7 @@ def proc(tmp_path: Path) -> Path:
 
 
 def write_ticks(root: Path, *, busy: int, tree: int, steal: int) -> None:
-    (root / "stat").write_text(f"cpu  {busy} 0 0 99999 7 0 0 {steal} 0 0\ncpu0 1 1 1\n")
+    (root / "stat").write_text(f"cpu  {busy} 0 0 {9 * busy} {busy} 0 0 {steal} 0 0\ncpu0 1 1 1\n")
     for pid in (10, 11, 12):
         own = tree if pid == 12 else 0
         (root / str(pid) / "stat").write_text(f"{pid} (a) b) R 1 1 1 0 -1 4194560 1 2 3 4 {own} 0 0 0 20 0\n")
