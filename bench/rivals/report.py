@@ -15,7 +15,7 @@ from bench.rivals.materials import Materials
 from bench.rivals.picture import draw
 from bench.rivals.session import Session
 from bench.rivals.standing import SAME_MODEL, Cell, Verdict, cells_of, verdicts_of
-from nightmill_worker.bench.machine import this_machine
+from nightmill_worker.bench.machine import Machine, this_machine
 from nightmill_worker.bench.roofline import Bound, workload_bound
 from nightmill_worker.engine.roofline import Ceilings
 from nightmill_worker.model.config import ModelConfig
@@ -34,6 +34,7 @@ class Report:
     folder: Path
     began: float = field(default_factory=time.monotonic)
     began_at: float = field(default_factory=time.time)
+    machine: Machine = field(default_factory=this_machine)  # before this report changes files of the checkout
 
     @property
     def results(self) -> Path:
@@ -101,7 +102,7 @@ class Report:
         return found
 
     def _head(self) -> Iterator[str]:
-        machine, limits = this_machine(), self.session.limits
+        machine, limits = self.machine, self.session.limits
         yield "# Nightmill against other engines"
         yield ""
         yield "Written by `make bench-rivals`; do not edit. How it is kept fair: [docs/rivals.md](../docs/rivals.md)."
@@ -156,7 +157,7 @@ class Report:
         return {
             "began_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began_at)),
             "seconds": round(time.monotonic() - self.began, 1),
-            "machine": asdict(this_machine()) | {"isa": _isa(), "kernel": platform.release()},
+            "machine": asdict(self.machine) | {"isa": _isa(), "kernel": platform.release()},
             "model": self.materials.model_name,
             "threads": self.crew.threads,
             "limits": asdict(self.session.limits),
