@@ -237,10 +237,13 @@ def test_engine_makes_no_cyclic_garbage(make_drill, make_request):
             drill.cancel(50 + i)
         drill.drain()
         drill.loop.index.evict(drill.loop.pool.num_cached)
-        alive = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, (Node, Sequence))]
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Sequence)]
+        # The list of what can be evicted may name nodes that are gone: they are not garbage yet, and make no cycle.
+        before = sum(isinstance(thing, Node) for thing in gc.get_objects())
+        gc.collect()
+        assert sum(isinstance(thing, Node) for thing in gc.get_objects()) == before < 5
     finally:
         gc.enable()
-    assert alive == ["Node"]  # the root
 
 
 def test_engine_loads_no_torch():

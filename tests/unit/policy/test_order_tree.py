@@ -17,6 +17,7 @@ class Interner:
         return tuple(self._uids.setdefault(pages[: i + 1], len(self._uids) + 1) for i in range(len(pages)))
 
 
+MIX = 2.5  # prompt tokens per expected decode token: about the middle of REQUESTS
 PAGES = st.lists(st.integers(0, 2), max_size=5).map(tuple)
 REQUESTS = st.lists(st.tuples(PAGES, st.integers(1, 50), st.integers(1, 20)), min_size=1, max_size=30)
 
@@ -46,18 +47,18 @@ def audit(node: Node) -> tuple[int, int, int, int]:
     return count, prompt, expected, longest
 
 
-def density(item):
-    return item.prompt_tokens / item.expected_tokens
-
-
 def check_picks(node: Node) -> None:
     children = list(node.children.values())
     if not children:
         return
     length = {id(c): c.longest if isinstance(c, Node) else c.expected_tokens for c in children}
     assert length[id(node.pick(Pick.LONGEST))] == max(length.values())
-    assert density(node.pick(Pick.COMPUTE)) == max(map(density, children))
-    assert density(node.pick(Pick.MEMORY)) == min(map(density, children))
+    sides = {
+        Pick.COMPUTE: [c.arrival for c in children if c.prompt_tokens >= MIX * c.expected_tokens],
+        Pick.MEMORY: [c.arrival for c in children if c.prompt_tokens < MIX * c.expected_tokens],
+    }
+    for rule, other in ((Pick.COMPUTE, Pick.MEMORY), (Pick.MEMORY, Pick.COMPUTE)):
+        assert node.pick(rule).arrival == min(sides[rule] or sides[other])
     for child in children:
         if isinstance(child, Node):
             check_picks(child)
@@ -67,6 +68,7 @@ def check_picks(node: Node) -> None:
 @given(REQUESTS, st.randoms(use_true_random=False))
 def test_sums_and_picks_hold_after_any_insertions_and_removals(specs, rng: random.Random):
     tree = OrderTree()
+    tree.mix = MIX
     present: list[Waiting] = []
     pending = waiting(specs)
     while pending or present:

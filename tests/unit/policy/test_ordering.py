@@ -105,15 +105,33 @@ def test_compute_heavy_and_memory_heavy_alternate_far_from_the_end():
 
 def test_an_overtaken_request_goes_next_after_so_many_others():
     queue = PlannedQueue(slots=1, patience=100)
-    queue.add(0, "job", (1,), 50, 50)  # neither compute-heavy nor memory-heavy: never at an end of the blend
+    queue.add(-1, "job", (1, 9), 50, 50)
+    queue.add(0, "job", (2,), 50, 50)  # of no group, and the group that runs never ends
     order = []
     for key in range(1, 600, 2):
-        queue.add(key, "job", (key + 1,), 500, 10)
-        queue.add(key + 1, "job", (key + 2,), 10, 500)
+        queue.add(key, "job", (1, key + 10), 500, 10)
+        queue.add(key + 1, "job", (1, key + 11), 10, 500)
         taken = queue.head(1)[0]
         queue.remove(taken)
         order.append(taken)
+    assert 0 not in order[:90]
     assert 0 in order[:110]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one prefix", "no prefix"])
+def test_of_an_endless_stream_nobody_is_left_behind(shared: bool):
+    """W1's shape: what lies between the extremes must not wait until the shards of it are all of the memory."""
+    rng, window = random.Random(3), 512
+    queue = PlannedQueue(slots=64)
+    overtaken = []
+    for key in range(8000):
+        path = (1, 2, 3, 1000 + key) if shared else (1000 + key,)
+        queue.add(key, "job", path, 384 + rng.randint(16, 96), rng.randint(8, 64))
+        if len(queue) > window:
+            taken = queue.head(1)[0]
+            queue.remove(taken)
+            overtaken.append(key - taken)
+    assert max(overtaken) < 2 * window
 
 
 def test_jobs_of_a_tier_share_evenly():

@@ -17,9 +17,9 @@ class Pick(IntEnum):
     LONGEST = 0
     """The longest expected decode: nothing long may be left for the tail."""
     COMPUTE = 1
-    """The most prompt tokens for each expected decode token."""
+    """The oldest with more prompt tokens for each expected decode token than the mix had when it came."""
     MEMORY = 2
-    """The fewest prompt tokens for each expected decode token."""
+    """The oldest with fewer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,7 @@ class Waiting:
         return len(self.path)
 
 
+_OTHER_SIDE = {Pick.LONGEST: Pick.LONGEST, Pick.COMPUTE: Pick.MEMORY, Pick.MEMORY: Pick.COMPUTE}
 _Entry = tuple[float, int, int, "Waiting | Node"]
 
 
@@ -57,26 +58,34 @@ class Node:
     serial: int = 0  # of the newest entry in the parent's heaps; older ones are void
     heaps: tuple[list[_Entry], list[_Entry], list[_Entry]] = field(default_factory=lambda: ([], [], []))
 
-    def push(self, child: "Waiting | Node", serial: int) -> None:
-        """Enter or renew a child; its earlier entries become void."""
+    def push(self, child: "Waiting | Node", serial: int, mix: float) -> None:
+        """Enter or renew a child; its earlier entries become void. `mix`: prompt tokens per expected decode token."""
         if isinstance(child, Node):
             child.serial = serial
             longest = child.longest
         else:
             longest = child.expected_tokens
-        density = child.prompt_tokens / child.expected_tokens
-        for heap, value in zip(self.heaps, (-longest, -density, density), strict=True):
+        # Each side is a line, not a ranking: by density, what lies in the middle would wait for ever.
+        side = Pick.COMPUTE if child.prompt_tokens >= mix * child.expected_tokens else Pick.MEMORY
+        for rule, value in ((Pick.LONGEST, -longest), (side, child.arrival)):
+            heap = self.heaps[rule]
             heapq.heappush(heap, (value, child.arrival, serial, child))
             if len(heap) > 64 + 4 * len(self.children):
                 heap[:] = [entry for entry in heap if self._is_live(entry)]
                 heapq.heapify(heap)
 
     def pick(self, rule: Pick) -> "Waiting | Node":
-        """The child that goes first by `rule`; the node must not be empty."""
+        """The child that goes first by `rule`, of the other side where that has none; the node must not be empty."""
+        child = self._first(rule) or self._first(_OTHER_SIDE[rule])
+        if child is None:
+            raise ValueError("nobody waits below this node")
+        return child
+
+    def _first(self, rule: Pick) -> "Waiting | Node | None":
         heap = self.heaps[rule]
-        while not self._is_live(heap[0]):
+        while heap and not self._is_live(heap[0]):
             heapq.heappop(heap)
-        return heap[0][3]
+        return heap[0][3] if heap else None
 
     @property
     def longest(self) -> int:
@@ -104,6 +113,7 @@ class OrderTree:
 
     def __init__(self) -> None:
         self.root = Node(path=(), depth=0, arrival=-1)
+        self.mix = 1.0  # prompt tokens per expected decode token; who inserts keeps it up to date
         self._serial = 0
 
     def __len__(self) -> int:
@@ -186,7 +196,7 @@ class OrderTree:
 
     def _push(self, node: Node, child: Waiting | Node) -> None:
         self._serial += 1
-        node.push(child, self._serial)
+        node.push(child, self._serial, self.mix)
 
 
 def _edge(request: Waiting, depth: int) -> int:

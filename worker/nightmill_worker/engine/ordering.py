@@ -2,7 +2,8 @@
 
 Depth-first over the prefix tree, so that a prefix group runs together and its pages die together. Where that leaves a
 choice: long expected decodes first once the end is in sight (the tail must not run at batch 3), before that
-compute-heavy and memory-heavy requests in turn, so that prefill chunks ride on decode steps (BlendServe's idea).
+compute-heavy and memory-heavy requests in turn, so that prefill chunks ride on decode steps (BlendServe's idea), of
+each kind the oldest: a file is finished from its beginning on, and the shards at work are few.
 The answers are put back into input order by the shard writer.
 """
 
@@ -97,10 +98,11 @@ class JobQueue:
     def add(self, request: Waiting) -> None:
         """Let a request wait."""
         request.issued_at_arrival = self._issued
-        self._tree.insert(request)
-        self._by_arrival[request.key] = request
         self._prompt_seen += request.prompt_tokens
         self._expected_seen += request.expected_tokens
+        self._tree.mix = self._mix
+        self._tree.insert(request)
+        self._by_arrival[request.key] = request
 
     def discard(self, request: Waiting) -> None:
         """Forget a request that was not issued."""
@@ -113,9 +115,12 @@ class JobQueue:
         self.discard(request)
         self._path = request.path
         self._issued += 1
-        mix = self._prompt_seen / self._expected_seen
-        self._prompt_ahead += request.prompt_tokens - mix * request.expected_tokens
+        self._prompt_ahead += request.prompt_tokens - self._mix * request.expected_tokens
         return request
+
+    @property
+    def _mix(self) -> float:
+        return self._prompt_seen / self._expected_seen
 
     def _next(self) -> Waiting:
         return self._tree.first(self._tree.nearest(self._path), self._rule())
