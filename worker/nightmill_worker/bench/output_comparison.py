@@ -3,6 +3,9 @@
 transformers, teacher-forced with the first output's tokens, says how far apart the two choices were at the first token
 that differs (see comparator.py). The tokens are those of the `logprobs` column where the job asked for it
 (`--logprobs 0`); else the completion is tokenised again, which is nearly always the same.
+
+transformers computes in float32, whatever the outputs' dtype: in bfloat16 its own rounding would be a third error
+beside the two that are compared, and its logits near 20 lie 0.125 apart.
 """
 
 import json
@@ -27,7 +30,7 @@ from nightmill_worker.bench.comparator import Comparison, ReferenceStep, compare
 from nightmill_worker.feed.requests import RequestMaker, RowRequest
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.model.config import ModelConfig
-from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
+from nightmill_worker.model.dtype import resolve_dtype
 from nightmill_worker.model.source import resolve_model
 
 _TEXT = ("completion", "finish_reason", "completion_tokens")
@@ -74,12 +77,14 @@ def _judge(spec: JobSpec, sources: tuple[SourceFile, ...], a: pa.Table, b: pa.Ta
     if not differing:
         return Comparison(num_rows=a.num_rows, near_ties=(), failures=())
     oracle = _oracle(spec)
-    reference, actual = [], []
+    reference, actual, places = [], [], []
     for place, row in _rows_at(spec, sources, differing):
         reference.append(oracle.steps(row, oracle.tokens(first[place])))
         actual.append(oracle.tokens(second[place]))
+        places.append(place)
     verdict = compare_greedy(reference, actual, dtype=oracle.dtype)
-    return replace(verdict, num_rows=a.num_rows)
+    ties, failures = ([replace(d, row=places[d.row]) for d in found] for found in (verdict.near_ties, verdict.failures))
+    return Comparison(num_rows=a.num_rows, near_ties=tuple(ties), failures=tuple(failures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class _Oracle:
             tier=Tier.NORMAL,
             max_model_len=config.resolve_max_model_len(spec.model.max_model_len),
         )
-        self._model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, dtype=torch_dtype(self.dtype))
+        self._model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, dtype=torch.float32)
 
     def tokens(self, answer: _Answer) -> list[int]:
         """The answer's tokens, EOS included where it stopped."""
