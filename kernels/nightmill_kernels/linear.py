@@ -3,8 +3,6 @@
 A row's result depends on that row alone: not on the other rows of the call, on their number, or on threads.
 """
 
-import platform
-
 import torch
 from torch import Tensor
 
@@ -13,6 +11,8 @@ from nightmill_kernels.cpu.library import Library, LinearLayer
 from nightmill_kernels.gated_mul import Gate
 
 NO_GATE = -1
+_VECTORS = frozenset({"avx512_bf16", "avx512", "avx2"})
+_OURS = {torch.bfloat16: _VECTORS, torch.float32: _VECTORS | {"amx_bf16"}}
 
 
 class PackedLinear:
@@ -91,9 +91,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, gate: Gate | None = 
 def is_ours(isa: str, dtype: torch.dtype) -> bool:
     """True when the C kernels multiply: decided by instruction set and dtype alone, so that no start differs.
 
-    bf16: everywhere but on AMX, whose tiles oneDNN uses, and off x86, where nothing was measured. The measurements are
-    in docs/adr/0004.
+    Everywhere but where torch's product was measured to be faster, or must be: bf16 on AMX, whose tiles oneDNN uses,
+    and vectors of four. docs/adr/0004 has the figures.
     """
-    if dtype != torch.bfloat16 or isa == "amx_bf16":
-        return False
-    return isa != "portable" or platform.machine() in ("x86_64", "AMD64")
+    return isa in _OURS[dtype]

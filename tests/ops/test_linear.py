@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nightmill_kernels import linear as linear_module
-from nightmill_kernels.backend import library_for
+from nightmill_kernels.backend import library_for, use_isa
+from nightmill_kernels.cpu.isa import REFERENCE, available_isas
 from nightmill_kernels.gated_mul import Gate, gated_mul
 from nightmill_kernels.linear import PackedLinear
 from nightmill_kernels.reference import linear as reference
@@ -110,8 +111,7 @@ def test_the_weights_rows_can_be_read(
 
 def test_what_does_not_fit_is_refused(c_isa: str) -> None:
     weight = random(8, 4, dtype=torch.bfloat16)
-    layer = linear_module.pack_linear(weight)
-    assert layer is not None
+    layer = pack(weight)
     with pytest.raises(ValueError, match=r"must be torch.bfloat16 \[T, 4\]"):
         layer(torch.zeros(2, 5, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"must be torch.bfloat16 \[T, 4\]"):
@@ -122,8 +122,7 @@ def test_what_does_not_fit_is_refused(c_isa: str) -> None:
         linear_module.pack_linear(weight, torch.zeros(7, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="twice"):
         linear_module.pack_linear(random(7, 4, dtype=torch.bfloat16), None, Gate.SILU)
-    gated = linear_module.pack_linear(weight, None, Gate.SILU)
-    assert gated is not None
+    gated = pack(weight, None, Gate.SILU)
     with pytest.raises(ValueError, match="gate"):
         gated.rows(torch.tensor([0]))
 
@@ -132,3 +131,22 @@ def test_more_threads_than_work(c_isa: str) -> None:
     torch.set_num_threads(4)
     weight, x = random(3, 40, dtype=torch.bfloat16), random(1, 40, dtype=torch.bfloat16)
     assert torch.allclose(pack(weight)(x).float(), F.linear(x.float(), weight.float()), rtol=0.01, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("amx_bf16", {torch.float32}),
+        ("avx512_bf16", {torch.float32, torch.bfloat16}),
+        ("avx512", {torch.float32, torch.bfloat16}),
+        ("avx2", {torch.float32, torch.bfloat16}),
+        ("portable", set()),
+    ],
+)
+def test_instruction_set_and_dtype_alone_decide_whose_product_it_is(name: str, kinds: set[torch.dtype]) -> None:
+    assert {kind for kind in TOLERANCE if linear_module.is_ours(name, kind)} == kinds
+    if name in available_isas():
+        with use_isa(name):
+            assert {kind for kind in TOLERANCE if linear_module.pack_linear(torch.ones(1, 1, dtype=kind))} == kinds
+    with use_isa(REFERENCE):
+        assert linear_module.pack_linear(torch.ones(1, 1)) is None

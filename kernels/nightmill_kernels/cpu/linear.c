@@ -38,6 +38,8 @@ INLINE int64_t row_of(const struct nm_linear *c, int64_t panel, int column) {
   return feature >= c->outputs ? -1 : vector % 2 ? c->outputs + feature : feature;
 }
 
+enum { PACK_UNITS = 64, PACK_AHEAD = 8 };
+
 struct packing {
   const struct nm_linear *layer;
   const char *weight, *bias;
@@ -54,19 +56,26 @@ static void pack_panels(int64_t first, int64_t last, void *data) {
   const struct packing *p = data;
   const struct nm_linear *c = p->layer;
   const int64_t units = units_of(c), whole = c->dtype == NM_BF16 ? c->inputs / 2 : c->inputs;
+  static const uint32_t nothing[PACK_UNITS];
   for (int64_t panel = first; panel < last; panel++) {
     uint32_t *to = (uint32_t *)p->packed + panel * PANEL * units;
+    // In blocks of units, which stay in the L1 cache while column after column is written into them.
+    for (int64_t at = 0; at < whole; at += PACK_UNITS) {
+      const int64_t end = at + PACK_UNITS < whole ? at + PACK_UNITS : whole;
+      for (int column = 0; column < PANEL; column++) {
+        const int64_t row = row_of(c, panel, column);
+        const char *from = row < 0 ? (const char *)nothing : p->weight + row * p->stride + 4 * at;
+        if (row >= 0)  // of a few bytes of each row no machine sees a pattern
+          for (int i = 0; i < 4 * PACK_UNITS; i += 64) __builtin_prefetch(from + PACK_AHEAD * p->stride + i);
+        uint32_t *put = to + at * PANEL + column;
+        for (int64_t d = 0; d < end - at; d++) memcpy(put + d * PANEL, from + 4 * d, 4);
+      }
+    }
     for (int column = 0; column < PANEL; column++) {
       const int64_t row = row_of(c, panel, column);
-      const char *from = p->weight + row * p->stride;
-      for (int64_t d = 0; d < whole; d++) {
-        uint32_t unit = 0;
-        if (row >= 0) memcpy(&unit, from + 4 * d, 4);
-        to[d * PANEL + column] = unit;
-      }
       if (whole < units) {
         uint16_t half = 0;
-        if (row >= 0) memcpy(&half, from + 4 * whole, 2);
+        if (row >= 0) memcpy(&half, p->weight + row * p->stride + 4 * whole, 2);
         to[whole * PANEL + column] = half;
       }
       if (c->has_bias)

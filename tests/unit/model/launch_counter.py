@@ -14,7 +14,7 @@ _FREE = {
     *("split_with_sizes", "_unsafe_view", "permute", "empty", "empty_strided", "new_empty", "empty_like", "resize_"),
     *("lift_fresh", "_to_copy", "flatten", "reshape"),
 }
-_OURS = ("paged_attention", "rms_norm", "rope_store", "gated_mul", "argmax", "draw")
+_OURS = ("paged_attention", "rms_norm", "rope_store", "gated_mul", "argmax", "draw", "linear", "linear_rows")
 
 
 class LaunchCounter(TorchDispatchMode):
