@@ -43,11 +43,11 @@ class Crew:
             self.missing[rival.name] = materials.missing.get(rival.model, f"no {rival.model}")
             return None
         settings: dict[str, Any] = {
-            **rival.settings,
             "model": str(model),
             "threads": self.threads,
             "warm_up": str(materials.tasks["W0"].file),
             "warm_up_rows": _WARM_UP_ROWS,
+            **rival.settings,
         }
         process = EngineProcess(
             name=rival.name,

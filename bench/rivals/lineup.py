@@ -61,11 +61,12 @@ LLAMA_CPP = Rival(
     what="llama.cpp built on the machine (llama-cpp-python's C API), slots, shared prefix copied by reference",
     script="llamacpp_child.py",
     model="gguf-bf16",
-    settings={"slots": 16, "batch_tokens": 512, "context_tokens": 24576},
+    settings={"slots": 16, "batch_tokens": 512, "context_tokens": 24576, "warm_up_rows": 4},
     venv="llamacpp",
     installs=(
         PipInstall(
-            arguments=("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "numpy"),
+            # Not from pip's cache: what lies there may have been built for other processors.
+            arguments=("--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "numpy"),
             environment={
                 "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF",
                 "CMAKE_BUILD_PARALLEL_LEVEL": "2",
