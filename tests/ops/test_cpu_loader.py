@@ -181,7 +181,9 @@ def test_an_instruction_set_this_machine_lacks_is_refused(fresh_choice, monkeypa
 @pytest.mark.parametrize(
     ("features", "best"),
     [
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", "avx512_bf16"),
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_tile amx_bf16", "amx_bf16"),
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", "avx512_bf16"),
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16", "avx512"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", "avx512"),
         ("avx2 fma avx512f", "avx2"),
         ("avx fma", "portable"),

@@ -1,12 +1,16 @@
 """Attention over pages: every implementation against an fp64 oracle, and the promises about bits."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.ops.conftest import put_keys
+
+from nightmill_kernels.backend import active_isa, use_isa
+from nightmill_kernels.cpu.isa import REFERENCE, isas_to_test
 
 FP32_TOLERANCE = 1e-5
 """Outputs are means of N(0, 1) values: a few dozen roundings of 2^-24 each, ten times over."""
@@ -30,6 +34,21 @@ def assert_close(case, out, oracle):
         allowed = BF16_HALF_ULP * (want.abs() + spread) + BF16_SLACK
     assert torch.isfinite(out).all(), "something that is nobody's reached an output, or an output was not written"
     assert (error <= allowed).all(), f"worst {float((error / allowed).max()):.2f} times the tolerance"
+
+
+@pytest.fixture(params=[*isas_to_test(), REFERENCE])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As in conftest, and with emulated tiles where there are no real ones."""
+    with use_isa(request.param):
+        assert active_isa() == request.param
+        yield request.param
+
+
+@pytest.fixture(params=isas_to_test())
+def c_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_isa(request.param):
+        assert active_isa() == request.param
+        yield request.param
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -89,6 +108,32 @@ def test_softcap(isa, dtype, softcap, make_case, oracle):
 def test_long_contexts(isa, dtype, make_case, oracle):
     case = make_case(query_lens=[1, 3, 1], context_lens=[1300, 1030, 513], dtype=dtype, kv_heads=1)
     assert_close(case, case.run(), oracle)
+
+
+def growing_case(make_case, dtype, growth):
+    """Scores that grow from the first key to the last, by 2.9 · growth bits a key."""
+    case = make_case(query_lens=[1, 40], context_lens=[700, 300], dtype=dtype, kv_heads=1)
+    direction = torch.sign(torch.randn(64, generator=torch.Generator().manual_seed(5)))
+    for s, keys in enumerate(case.keys):
+        position = torch.arange(len(keys))
+        trend = growth * (position - len(keys) // 2)[:, None, None] / 2.0
+        keys.copy_((keys.float() * 0.5 + trend * direction).to(dtype))
+        put_keys(case.k_pool, case.meta.page_tables[s].long()[position // 16], position % 16, keys)
+    case.q.copy_((case.q.float() * 0.5 + direction * 0.5).to(dtype))
+    return case
+
+
+@pytest.mark.parametrize("growth", [-0.04, 0.005, 0.04])
+def test_scores_that_grow_along_the_context(isa, dtype, growth, make_case, oracle):
+    """The largest score so far moves from block to block, by less and by more than what leaves the sums alone."""
+    case = growing_case(make_case, dtype, growth)
+    assert_close(case, case.run(), oracle)
+
+
+def test_scores_far_above_all_before(isa, dtype, make_case, oracle):
+    case = growing_case(make_case, dtype, 1.0)
+    want, _ = oracle(case)
+    assert torch.allclose(case.run().double(), want, atol=0.02)
 
 
 def test_large_scores_stay_finite(isa, dtype, make_case, oracle):

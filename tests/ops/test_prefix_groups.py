@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ops.test_paged_attention import assert_close, dtype, on_threads  # noqa: F401
+from tests.ops.test_paged_attention import assert_close, c_isa, dtype, isa, on_threads  # noqa: F401
 
 from nightmill_kernels.paged_attention import AttentionMetadata, PrefixGroups
 
@@ -88,7 +88,7 @@ def test_scores_far_apart_between_prefix_and_suffix(isa, dtype, make_case, oracl
         assert torch.allclose(grouped(case, SHARED).run().double(), want, atol=1e-3)
 
 
-def test_a_broken_shared_key_reaches_its_group_only(isa, make_case, break_key):
+def test_a_broken_shared_key_reaches_its_group_only(isa, make_case, break_key):  # noqa: F811
     case = grouped(make_case(**MIXED, dtype=torch.bfloat16, shared=SHARED), SHARED)
     clean = case.run()
     break_key(case.k_pool, case.meta.page_tables[0, 3], 5)
@@ -104,7 +104,7 @@ def test_a_broken_shared_key_reaches_its_group_only(isa, make_case, break_key):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_groups_match_the_oracle(isa, make_case, oracle, data):
+def test_any_groups_match_the_oracle(isa, make_case, oracle, data):  # noqa: F811
     page_size = data.draw(st.sampled_from([8, 16, 20, 32, 64]))
     sequences = data.draw(st.integers(1, 9))
     sharing: Sharing = []
@@ -150,14 +150,14 @@ def _false_groups(meta: AttentionMetadata) -> dict[str, tuple[PrefixGroups, str]
 
 
 @pytest.mark.parametrize("which", ["one page too many", "other pages", "more than a context", "a chunk"])
-def test_refuses_groups_that_are_not_true(isa, which, make_case):
+def test_refuses_groups_that_are_not_true(isa, which, make_case):  # noqa: F811
     case = make_case(**MIXED, dtype=torch.float32, shared=SHARED)
     groups, message = _false_groups(case.meta)[which]
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(case, meta=dataclasses.replace(case.meta, groups=groups)).run()
 
 
-def test_refuses_malformed_groups(c_isa, make_case):
+def test_refuses_malformed_groups(c_isa, make_case):  # noqa: F811
     case = make_case(**MIXED, dtype=torch.float32, shared=SHARED)
     good = grouped(case, SHARED).meta.groups
     for bad in (

@@ -77,6 +77,9 @@ static void run_parts(int64_t first, int64_t last, void *data) {
   for (int64_t i = first; i < last; i++) {
     run_part(work, work->parts + i, i + 1 < last ? work->parts + i + 1 : NULL);
   }
+#if HAVE_AMX
+  release_tiles(&thread_scratch);
+#endif
 }
 
 static void run_groups(int64_t first, int64_t last, void *data) {
@@ -85,6 +88,9 @@ static void run_groups(int64_t first, int64_t last, void *data) {
     const struct tile *tile = work->group_tiles + i;
     run_group(work->call, tile, work->groups + tile->first_part, work->states);
   }
+#if HAVE_AMX
+  release_tiles(&thread_scratch);
+#endif
 }
 
 static void merge_tiles(int64_t first, int64_t last, void *data) {

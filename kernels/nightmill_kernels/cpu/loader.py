@@ -21,6 +21,8 @@ HEADERS = (
     "product.h",
     "pack.h",
     "softmax.h",
+    "amx.h",
+    "tile_strip.h",
     "tile.h",
     "groups.h",
     "elementary.h",

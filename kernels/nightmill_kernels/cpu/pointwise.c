@@ -2,7 +2,7 @@
 #include "nightmill.h"
 #include "vec.h"
 
-#define SERIAL_ELEMENTS 65536  // below this much work a team costs more than it saves
+#define SERIAL_ELEMENTS 32768  // below this much work a team costs more than it saves
 
 static int64_t grain_for(int64_t rows, int64_t row_elements, int threads) {
   if (rows * row_elements <= SERIAL_ELEMENTS) return rows;
@@ -144,7 +144,9 @@ int nm_rope_store(const struct nm_rope *c) {
     if (c->cos_sin && (position_of(c, t) < 0 || position_of(c, t) >= c->max_len)) return NM_BAD_POSITION;
     if (c->slots && c->slots[t] >= c->num_pages * c->page_size) return NM_BAD_SLOT;
   }
-  const int64_t row = (int64_t)(c->cos_sin ? c->heads + c->kv_heads : 2 * c->kv_heads) * c->head_dim;
+  // In a paired page a token's K has its part in every line of its group.
+  const int touched = c->slots && nm_paired(c->dtype, c->head_dim, c->page_size) ? 16 * c->kv_heads : 2 * c->kv_heads;
+  const int64_t row = (int64_t)(c->cos_sin ? c->heads + touched : touched) * c->head_dim;
   nm_for(c->num_tokens, grain_for(c->num_tokens, row, c->threads), c->threads, rope_tokens, (void *)c);
   return NM_OK;
 }

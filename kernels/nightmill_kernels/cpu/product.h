@@ -33,7 +33,7 @@ typedef uint32_t unit;
 
 // A block of keys, and what is to be asked of memory meanwhile, a line with each vector that is used.
 struct block {
-  const unit *k[KEYS / GROUP], *v[KEYS / GROUP];
+  const unit *k[KEYS / GROUP], *v[KEYS / GROUP];  // all of them somewhere, if only to be multiplied in vain
   const char *next_k[KEYS / GROUP], *next_v[KEYS / GROUP];
 };
 
@@ -101,16 +101,12 @@ INLINE void score_panel(float *out, const unit *rows, int units, const struct bl
     for (int j = 0; j < N; j++) store(out + r * KEYS, (first + j) * VW, acc[r][j], 0);
 }
 
-// Scores of R rows, out[r][16·g + i] that of key i of group g, against the first `groups` groups.
+// Scores of R rows, out[r][16·g + i] that of key i of group g, against the first `groups` groups at least.
 INLINE void scores_of(float *out, const unit *rows, int units, const struct block *block, int groups, const int R,
                       const int pair, const int ahead) {
 #if VW == 16
-  switch (groups) {
-    case 1: score_panel(out, rows, units, block, 0, R, 1, pair, ahead); break;
-    case 2: score_panel(out, rows, units, block, 0, R, 2, pair, ahead); break;
-    case 3: score_panel(out, rows, units, block, 0, R, 3, pair, ahead); break;
-    default: score_panel(out, rows, units, block, 0, R, 4, pair, ahead); break;
-  }
+  (void)groups;
+  score_panel(out, rows, units, block, 0, R, KEYS / VW, pair, ahead);
 #else
 #pragma GCC unroll 8
   for (int i = 0; i < KEYS / VW; i += PANEL_VECTORS)

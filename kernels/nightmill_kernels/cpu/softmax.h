@@ -6,12 +6,14 @@
 #ifndef NIGHTMILL_SOFTMAX_H
 #define NIGHTMILL_SOFTMAX_H
 
+#include "amx.h"
 #include "nightmill.h"
 #include "product.h"
 
 enum {
   MAX_ROWS = 128,  // rows of a tile
   STATE = 8192,    // floats of a tile's running sums: 128 rows of 64, 32 rows of 256
+  MAX_STRIP = 16,  // rows of the strips of AMX, others have STRIP
 };
 
 #define SLACK 8.0f
@@ -25,16 +27,20 @@ struct sums {  // a tile's running softmax
 struct scratch {
   unit q[STATE], k[KEYS * MAX_HEAD_DIM], v[KEYS * MAX_HEAD_DIM];  // groups that are not used as they lie
   float acc[2][STATE], m[2][MAX_ROWS], l[2][MAX_ROWS * VW];
-  float scores[STRIP * KEYS];
-  uint16_t weights[STRIP * KEYS];
+  float scores[MAX_STRIP * KEYS];
+  uint16_t weights[MAX_STRIP * KEYS];
   float gathered[2][GROUP * MAX_HEAD_DIM];  // K and V of a group that is not in one piece
   float shift[MAX_ROWS], limit[MAX_ROWS];   // of the sums being added to: -m, and the score from which m must move
   int32_t low[MAX_ROWS], high[MAX_ROWS];    // keys [low, high) are visible to the row
   struct block block;
   const struct tile *ahead;  // NULL, or the tile this thread computes next, from key `ahead_key` on
   int32_t ahead_key;
-  int paired;    // pages are groups already: nm_paired
-  float factor;  // scores · factor are in units of log2
+  int paired;     // pages are groups already: nm_paired
+  int tile_rows;  // of AMX's tiles as they are configured; 0: not at all
+#if HAVE_AMX
+  struct tile_config config;
+#endif
+  float factor;   // scores · factor are in units of log2
 };
 
 // One per thread for the life of the thread: no allocation and no page faults in a call.
@@ -234,7 +240,8 @@ INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, i
 
 INLINE void weigh_groups(struct scratch *s, struct sums sums, int row, int key, int dim, int groups,
                          const struct block *block, const int R, const int ahead) {
-  switch (groups) {
+  // Few keys count where many strips meet the diagonal. Elsewhere more are multiplied than are seen, and code is saved.
+  switch (ahead || R < STRIP - 1 ? KEYS / GROUP : groups) {
     case 1: weigh_strip(s, sums, row, key, dim, block, R, 1, ahead); break;
     case 2: weigh_strip(s, sums, row, key, dim, block, R, 2, ahead); break;
     case 3: weigh_strip(s, sums, row, key, dim, block, R, 3, ahead); break;

@@ -4,6 +4,7 @@
 
 #include "pack.h"
 #include "softmax.h"
+#include "tile_strip.h"
 
 enum { SEGMENT = 512 };  // keys; a multiple of KEYS
 
@@ -36,7 +37,9 @@ typedef void strip_fn(const struct nm_attention *call, struct scratch *s, struct
 STRIP_FNS(0, 0)
 #if HAVE_PAIR
 STRIP_FNS(1, 0)
+#if !HAVE_AMX
 STRIP_FNS(1, 1)
+#endif
 #endif
 
 // Strips of about the same height, each against the keys that its last row sees: rows stand in the order of positions.
@@ -100,6 +103,7 @@ INLINE void pack_block(const struct nm_attention *call, const struct tile *tile,
                        const int bf16, const int pair) {
   const int dim = call->head_dim, has_next = key + KEYS < tile->high;
   const struct tile *next = has_next ? tile : s->ahead;
+  for (int g = groups; g < KEYS / GROUP; g++) s->block.k[g] = s->k;
   for (int g = 0; g < groups; g++) {
     // A bit at a time: a processor keeps few requests to memory open, and stands still while there are more.
     if (next) prefetch(call, next, (has_next ? key + KEYS : s->ahead_key) + g * GROUP, GROUP);
@@ -183,8 +187,13 @@ static void block_of(const struct nm_attention *call, const struct tile *tile, s
 #if HAVE_PAIR
   if (s->paired) {
     find_block(call, tile, s, key);
+#if HAVE_AMX
+    fetch_next(&s->block, call->head_dim);
+    tile_strips(call, s, sums, rows, key, groups);
+#else
     if (rows > STRIP) fetch_next(&s->block, call->head_dim);
     strips_of(call, s, sums, rows, key, groups, rows > STRIP ? strip_1_0 : strip_1_1);
+#endif
     return;
   }
   if (call->dtype == NM_BF16) {
