@@ -1,107 +1,150 @@
 """Linear layers whose weights are int8, a scale for each output channel; rows are quantised as they come."""
 
+from ctypes import addressof
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nightmill_kernels.backend import library_for
-from nightmill_kernels.cpu.library import DTYPES, LinearInt8Call
+from nightmill_kernels.cpu.library import DTYPES, Int8Call, Int8Layer
+from nightmill_kernels.gated_mul import Gate, gated_mul
 from nightmill_kernels.reference import linear_int8 as reference
 
 MAX_INPUTS = 1 << 17
 """More, and a sum of products may not fit an int32."""
 
-_PANEL, _UNIT = 64, 4
-_CHANNELS_AT_ONCE = 16 * _PANEL  # quantising widens this many to fp32
+_PANEL, _UNIT, _TURN = 64, 4, 16
+_COLUMNS_AT_ONCE = 16 * _PANEL  # quantising widens this many to fp32
+_NO_GATE = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Weight:
-    """W [N, K] and b [N] of a layer as the C library reads them, alike for all instruction sets. P = ceil(N / 64).
+    """W [N, K] and b [N] of a layer as the C library reads them, whatever the instruction set: P panels of 64 columns.
 
-    W[n, k] ≈ panels[n // 64, k // 4, n % 64, k % 4] · scale[n]. What lies behind N or K is zero.
+    With `row = order[column]`: W[row, k] ≈ panels[column // 64, k // 4, column % 64, k % 4] · scale[column]. What lies
+    behind K, and columns of no row (-1), are zero.
     """
 
     panels: Tensor  # int8 [P, ceil(K / 4), 64, 4], in ±127
     scale: Tensor  # fp32 [64 P]
-    start: Tensor  # int32 [64 P]: -128 · Σ of a channel's int8
+    start: Tensor  # int32 [64 P]: -128 · Σ of a column's int8
     bias: Tensor  # fp32 [64 P]
-    in_features: int
-    out_features: int
+    order: Tensor  # int64 [64 P]: which row of W a column is; in turns of 16 where there is a gate
+    inputs: int
+    outputs: int  # N, or half of it with a gate
+    gate: Gate | None
+    layer: Int8Layer  # the same for C: addresses
 
-    def plain(self) -> Tensor:
-        """The int8 numbers as [N, K]."""
-        rows = self.panels.transpose(1, 2).reshape(len(self.scale), -1)
-        return rows[: self.out_features, : self.in_features]
+    @property
+    def nbytes(self) -> int:
+        """What all of it takes."""
+        return sum(tensor.nbytes for tensor in (self.panels, self.scale, self.start, self.bias, self.order))
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W as int8 [N, K], scales and biases fp32 [N]."""
+        columns = self.order.argsort(stable=True)[int((self.order < 0).sum()) :]
+        weight = self.panels.transpose(1, 2).reshape(len(self.order), -1)[:, : self.inputs]
+        return weight[columns], self.scale[columns], self.bias[columns]
 
 
-def quantize_weight(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
+def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Int8Weight:
     """Quantise W [N, K], fp32 or bf16, each output channel by its largest magnitude (symmetric, ±127).
+
+    Args:
+        weight: Under a gate the first half of the rows is the gate's.
+        bias: [N] or None.
+        gate: What the layer does with its two halves.
 
     Raises:
         ValueError: not a matrix, or more than MAX_INPUTS inputs.
     """
-    if weight.dim() != 2 or not 1 <= weight.shape[1] <= MAX_INPUTS or not len(weight):
-        raise ValueError(f"weight {tuple(weight.shape)} must be [N, K] with 1 to {MAX_INPUTS} inputs")
-    num_channels, num_inputs = weight.shape
-    num_panels, num_units = -(-num_channels // _PANEL), -(-num_inputs // _UNIT)
+    if weight.dim() != 2 or not 1 <= weight.shape[1] <= MAX_INPUTS or not len(weight) or (gate and len(weight) % 2):
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must be [N, K] with 1 to {MAX_INPUTS} inputs, and an even N with a gate"
+        )
+    num_rows, inputs = weight.shape
+    order = _column_order(num_rows, gate)
+    num_panels, num_units = len(order) // _PANEL, -(-inputs // _UNIT)
     panels = torch.zeros(num_panels, num_units, _PANEL, _UNIT, dtype=torch.int8)
-    scale = torch.zeros(num_panels * _PANEL)
-    for first in range(0, num_channels, _CHANNELS_AT_ONCE):
-        q, scales = reference.quantize(weight[first : first + _CHANNELS_AT_ONCE])
-        scale[first : first + len(q)] = scales
-        padded = F.pad(q, (0, num_units * _UNIT - num_inputs, 0, -len(q) % _PANEL))
-        place = panels[first // _PANEL :][: len(padded) // _PANEL]
-        place.copy_(padded.view(-1, _PANEL, num_units, _UNIT).transpose(1, 2))
+    scale, biases = torch.zeros(len(order)), torch.zeros(len(order))
+    for first in range(0, len(order), _COLUMNS_AT_ONCE):
+        rows = order[first : first + _COLUMNS_AT_ONCE]
+        q = torch.zeros(len(rows), num_units * _UNIT, dtype=torch.int8)
+        is_row = (rows >= 0).nonzero().squeeze(1)
+        rows, columns = rows[is_row], is_row + first
+        q[is_row, :inputs], scale[columns] = reference.quantize(weight[rows])
+        panels[first // _PANEL :][: len(q) // _PANEL] = q.view(-1, _PANEL, num_units, _UNIT).transpose(1, 2)
+        if bias is not None:
+            biases[columns] = bias[rows].float()
+    start = panels.sum(dim=(1, 3), dtype=torch.int32).view(-1).mul_(-128)
+    outputs = num_rows if gate is None else num_rows // 2
     return Int8Weight(
         panels=panels,
         scale=scale,
-        start=panels.sum(dim=(1, 3), dtype=torch.int32).view(-1).mul_(-128),
-        bias=F.pad(torch.zeros(num_channels) if bias is None else bias.float(), (0, -num_channels % _PANEL)),
-        in_features=num_inputs,
-        out_features=num_channels,
+        start=start,
+        bias=biases,
+        order=order,
+        inputs=inputs,
+        outputs=outputs,
+        gate=gate,
+        layer=Int8Layer(
+            panels=panels.data_ptr(),
+            start=start.data_ptr(),
+            scale=scale.data_ptr(),
+            bias=biases.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
+            gate=_NO_GATE if gate is None else gate.value,
+        ),
     )
 
 
-def linear_int8(x: Tensor, weight: Int8Weight) -> Tensor:
-    """x Wᵀ + b as [M, N] in x's dtype, fp32 or bf16, of x [M, K] with contiguous rows.
+def linear_int8(x: Tensor, weight: Int8Weight, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b as [M, N] in x's dtype, fp32 or bf16, of x [M, K] with contiguous rows; gated, [M, N / 2].
 
     Each row is quantised by its own largest magnitude and summed exactly in int32, so that its result depends on the
-    row alone, and is the same on every instruction set. A row that holds an infinity or NaN gives NaN.
+    row alone, and is the same on every instruction set up to the gate. A row that holds an infinity or NaN gives NaN.
 
     Raises:
         ValueError: another shape or dtype.
     """
-    if x.dim() != 2 or x.shape[1] != weight.in_features or x.stride(1) != 1 or x.dtype not in DTYPES:
+    if x.dim() != 2 or x.shape[1] != weight.inputs or x.stride(1) != 1 or x.dtype not in DTYPES:
         raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} must be [M, {weight.in_features}] in fp32 or bf16 with contiguous rows"
+            f"x {tuple(x.shape)} {x.dtype} must be [M, {weight.inputs}] in fp32 or bf16 with contiguous rows"
         )
+    shape = (len(x), weight.outputs)
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype)
+    elif out.shape != shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be {x.dtype} {shape}, contiguous")
     library = library_for(x)
     if library is None:
-        n = weight.out_features
-        return reference.linear_int8(x, weight.plain(), weight.scale[:n], weight.bias[:n])
-    num_rows = len(x)
-    out = torch.empty(num_rows, weight.out_features, dtype=x.dtype)
-    rows = torch.empty(num_rows * library.int8_row_bytes(weight.in_features), dtype=torch.uint8)
-    row_scale = torch.empty(num_rows)
-    call = LinearInt8Call(
-        x=x.data_ptr(),
-        panels=weight.panels.data_ptr(),
-        start=weight.start.data_ptr(),
-        scale=weight.scale.data_ptr(),
-        bias=weight.bias.data_ptr(),
-        out=out.data_ptr(),
-        rows=rows.data_ptr(),
-        row_scale=row_scale.data_ptr(),
-        num_rows=num_rows,
-        x_stride=x.stride(0),
-        in_features=weight.in_features,
-        out_features=weight.out_features,
-        dtype=DTYPES[x.dtype],
-        threads=torch.get_num_threads(),
+        result = reference.linear_int8(x, *weight.plain())
+        return out.copy_(result if weight.gate is None else gated_mul(result, weight.gate))
+    call = Int8Call(
+        addressof(weight.layer),
+        x.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        len(x),
+        DTYPES[x.dtype],
+        torch.get_num_threads(),
     )
     if not library.linear_int8(call):
-        raise ValueError(f"linear_int8 does not take [{num_rows}, {weight.in_features}] × {weight.out_features}")
+        raise ValueError(f"linear_int8 does not take [{len(x)}, {weight.inputs}] × {weight.outputs}")
     return out
+
+
+def _column_order(num_rows: int, gate: Gate | None) -> Tensor:
+    """[64 P] which row each column is, -1: none."""
+    if gate is None:
+        order = torch.arange(num_rows)
+    else:
+        half = num_rows // 2
+        features = torch.arange(-(-half // _TURN) * _TURN)
+        features[half:] = -1
+        both = torch.stack((features, torch.where(features < 0, -1, features + half)))
+        order = both.view(2, -1, _TURN).transpose(0, 1).reshape(-1)
+    return torch.nn.functional.pad(order, (0, -len(order) % _PANEL), value=-1)

@@ -211,18 +211,21 @@ static void draws(int dtype) {
 }
 
 static void linear_int8(int dtype) {
-  const int64_t rows = random_below(40), inputs = between(1, 300), outputs = between(1, 200), gap = random_below(4);
-  const int64_t padded = (outputs + 63) / 64 * 64, units = (inputs + 3) / 4;
+  const int64_t rows = random_below(random_below(8) ? 40 : 250), gap = random_below(4);
+  const int64_t inputs = random_below(16) ? between(1, 300) : between(4000, 5000), outputs = between(1, 200);
+  const int gate = (int)random_below(3) - 1;
+  const int64_t columns = gate == NM_NO_GATE ? outputs : (outputs + 15) / 16 * 32;
+  const int64_t padded = (columns + 63) / 64 * 64, units = (inputs + 3) / 4;
   int8_t *panels = give((size_t)(padded * units * 4));
   for (int64_t i = 0; i < padded * units * 4; i++) panels[i] = (int8_t)((int)random_below(255) - 127);
   int32_t *start = give(sizeof(int32_t) * (size_t)padded);
   for (int64_t i = 0; i < padded; i++) start[i] = -128 * (int32_t)random_below(30000);
-  struct nm_linear_int8 call = {
-      .x = numbers(rows ? (rows - 1) * (inputs + gap) + inputs : 0, dtype, random_below(8) == 0), .panels = panels,
-      .start = start, .scale = numbers(padded, NM_F32, 0), .bias = numbers(padded, NM_F32, 0),
-      .out = numbers(rows * outputs, dtype, 1), .rows = give((size_t)(rows * nm_int8_row_bytes(inputs))),
-      .row_scale = numbers(rows, NM_F32, 1), .num_rows = rows, .x_stride = inputs + gap, .in_features = (int32_t)inputs,
-      .out_features = (int32_t)outputs, .dtype = dtype, .threads = (int32_t)between(1, 4)};
+  struct nm_int8_layer layer = {.panels = panels, .start = start, .scale = numbers(padded, NM_F32, 0),
+                                .bias = numbers(padded, NM_F32, 0), .outputs = outputs, .inputs = inputs, .gate = gate};
+  struct nm_int8_call call = {
+      .layer = &layer, .x = numbers(rows ? (rows - 1) * (inputs + gap) + inputs : 0, dtype, random_below(8) == 0),
+      .out = numbers(rows * outputs, dtype, 1), .x_stride = inputs + gap, .rows = rows, .dtype = dtype,
+      .threads = (int32_t)between(1, 4)};
   expect(nm_linear_int8(&call), "nm_linear_int8");
 }
 

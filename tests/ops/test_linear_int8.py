@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nightmill_kernels.backend import use_isa
 from nightmill_kernels.cpu.isa import REFERENCE, available_isas
+from nightmill_kernels.gated_mul import Gate, gated_mul
 from nightmill_kernels.linear_int8 import MAX_INPUTS, linear_int8, quantize_weight
 from nightmill_kernels.reference.linear_int8 import quantize
 
@@ -123,15 +124,48 @@ def test_rows_may_lie_apart(isa: str, dtype: torch.dtype) -> None:
 
 def test_panels_hold_the_quantised_channels_and_zeros() -> None:
     weight = random(1100, 77, dtype=torch.bfloat16)
-    layer = quantize_weight(weight)
+    bias = random(1100, dtype=torch.bfloat16)
     q, scale = quantize(weight)
-    assert torch.equal(layer.plain(), q)
-    assert torch.equal(layer.scale[:1100], scale)
-    assert torch.equal(layer.start[:1100], -128 * q.sum(1, dtype=torch.int32))
-    assert not layer.scale[1100:].any()
-    assert not layer.start[1100:].any()
-    assert layer.panels.sum(dtype=torch.int64) == q.sum(dtype=torch.int64)
-    assert layer.panels.abs().max() == 127
+    for gate in (None, Gate.SILU):
+        layer = quantize_weight(weight, bias, gate)
+        for found, want in zip(layer.plain(), (q, scale, bias.float()), strict=True):
+            assert torch.equal(found, want)
+        is_row = layer.order >= 0
+        assert sorted(layer.order[is_row].tolist()) == list(range(1100))
+        assert torch.equal(layer.start[is_row], -128 * q.sum(1, dtype=torch.int32)[layer.order[is_row]])
+        assert not layer.scale[~is_row].any()
+        assert not layer.start[~is_row].any()
+        assert layer.panels.sum(dtype=torch.int64) == q.sum(dtype=torch.int64)
+        assert layer.panels.abs().max() == 127
+        # Bytes of the int8 numbers; scales, starts, biases and the order add 20 bytes a column.
+        assert layer.nbytes <= 1.2 * 1152 * 80 + 20 * 1152
+
+
+@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("features", [1, 16, 40, 77])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_a_gate_on_the_way_out_gives_the_bits_of_one_afterwards(
+    isa: str, dtype: torch.dtype, gate: Gate, features: int, rows: int
+) -> None:
+    x, weight = random(rows, 100, dtype=dtype), random(2 * features, 100, dtype=dtype, seed=1) / 30
+    bias = random(2 * features, dtype=dtype)
+    out = torch.full((rows, features), NAN, dtype=dtype)
+    assert linear_int8(x, quantize_weight(weight, bias, gate), out) is out
+    assert torch.equal(out, gated_mul(oracle(x, weight, bias), gate))
+
+
+@pytest.mark.parametrize("outputs", [64, 70, 200])
+def test_sums_over_more_inputs_than_go_through_at_once(isa: str, outputs: int) -> None:
+    x, weight = random(14, 9000, dtype=torch.bfloat16), random(outputs, 9000, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(linear_int8(x, quantize_weight(weight)), oracle(x, weight, None))
+
+
+@pytest.mark.parametrize(
+    "out", [torch.empty(2, 7), torch.empty(2, 8, dtype=torch.bfloat16), torch.empty(2, 16)[:, ::2]]
+)
+def test_a_place_that_does_not_fit_is_refused(out: Tensor) -> None:
+    with pytest.raises(ValueError, match="out"):
+        linear_int8(torch.zeros(2, 40), quantize_weight(torch.ones(8, 40)), out)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +186,5 @@ def test_other_shapes_are_refused(x: Tensor, words: str) -> None:
 def test_other_weights_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="weight"):
         quantize_weight(torch.ones(shape))
+    with pytest.raises(ValueError, match="even N"):
+        quantize_weight(torch.ones(3, 4), gate=Gate.SILU)

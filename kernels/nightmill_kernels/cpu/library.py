@@ -7,7 +7,7 @@ import torch
 from nightmill_kernels.cpu import loader, openmp
 from nightmill_kernels.cpu.recording import Op, Recorder, Recording, Step
 
-ABI = 5
+ABI = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -128,22 +128,29 @@ class DrawCall(Structure):
     )
 
 
-class LinearInt8Call(Structure):
-    """struct nm_linear_int8."""
+class Int8Layer(Structure):
+    """struct nm_int8_layer."""
 
     _fields_ = (
-        ("x", c_void_p),
         ("panels", c_void_p),
         ("start", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("gate", c_int32),
+    )
+
+
+class Int8Call(Structure):
+    """struct nm_int8_call."""
+
+    _fields_ = (
+        ("layer", c_void_p),
+        ("x", c_void_p),
         ("out", c_void_p),
-        ("rows", c_void_p),
-        ("row_scale", c_void_p),
-        ("num_rows", c_int64),
         ("x_stride", c_int64),
-        ("in_features", c_int32),
-        ("out_features", c_int32),
+        ("rows", c_int64),
         ("dtype", c_int32),
         ("threads", c_int32),
     )
@@ -201,12 +208,10 @@ class Library:
             ("nm_linear_pack", [POINTER(LinearLayer), c_void_p, c_int64, c_void_p, c_int]),
             ("nm_linear", [POINTER(LinearLayer), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int]),
             ("nm_linear_rows", [POINTER(LinearLayer), c_void_p, c_int64, c_int, c_void_p, c_int]),
-            ("nm_linear_int8", [POINTER(LinearInt8Call)]),
-            ("nm_int8_row_bytes", [c_int64]),
+            ("nm_linear_int8", [POINTER(Int8Call)]),
             ("nm_replay", [POINTER(Step), c_int64, POINTER(c_int64)]),
         ):
             getattr(self._c, name).argtypes = arguments
-        self._c.nm_int8_row_bytes.restype = c_int64
         self._c.nm_linear_bytes.restype = c_int64
         if self._c.nm_abi() != ABI:
             raise loader.BuildError(f"the {isa} library speaks ABI {self._c.nm_abi()}, this code {ABI}")
@@ -250,14 +255,9 @@ class Library:
         """False when the library does not take this shape."""
         return _done("draw", self._c.nm_draw(byref(call)))
 
-    def linear_int8(self, call: LinearInt8Call) -> bool:
+    def linear_int8(self, call: Int8Call) -> bool:
         """False when the library does not take this shape."""
-        return _done("linear_int8", self._c.nm_linear_int8(byref(call)))
-
-    def int8_row_bytes(self, in_features: int) -> int:
-        """Bytes of scratch that linear_int8 needs for each row."""
-        size: int = self._c.nm_int8_row_bytes(in_features)
-        return size
+        return self._noted(Op.LINEAR_INT8, call, _done("linear_int8", self._c.nm_linear_int8(byref(call))))
 
     def linear_bytes(self, layer: LinearLayer) -> int:
         """Memory that a packed layer takes."""

@@ -26,6 +26,7 @@ HEADERS = (
     "tile.h",
     "groups.h",
     "elementary.h",
+    "gate.h",
     "linear_work.h",
     "linear_tile.h",
 )

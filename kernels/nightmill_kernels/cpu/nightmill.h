@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 5
+#define NM_ABI 6
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -131,20 +131,24 @@ NM_EXPORT int nm_linear_rows(const struct nm_linear *layer, const void *rows, in
                              int threads);
 
 enum { NM_INT8_MAX_INPUTS = 1 << 17 };  // more, and a sum may not fit an int32
-struct nm_linear_int8 {
-  const void *x;          // [M, K], x_stride elements between rows
-  const int8_t *panels;   // [ceil(N / 64), ceil(K / 4), 64, 4] weights in ±127; zeros where N or K ends within
-  const int32_t *start;   // [ceil(N / 64) · 64] -128 · Σ weights of a channel
-  const float *scale;     // the same shape: a weight is its int8 times this
-  const float *bias;      // the same shape
-  void *out;              // [M, N]
-  void *rows;             // scratch, M · nm_int8_row_bytes(K)
-  float *row_scale;       // scratch, [M]
-  int64_t num_rows, x_stride;
-  int32_t in_features, out_features, dtype, threads;
+// A linear layer in int8: x Wᵀ + b; with a gate, of 2 · outputs rows of W, gate(first half) · second half. P panels of
+// 64 columns: the outputs in order; with a gate 16 of the gate, the 16 that it gates, the next 16 of the gate, …
+struct nm_int8_layer {
+  const int8_t *panels;     // [P, ceil(inputs / 4), 64, 4] in ±127; zeros where columns or inputs end within
+  const int32_t *start;     // [64 P] -128 · Σ of a column's int8
+  const float *scale;       // [64 P] a weight is its int8 times this
+  const float *bias;        // [64 P]
+  int64_t outputs, inputs;  // an output row and an input row have so many elements
+  int32_t gate;             // NM_NO_GATE or an nm_gate
 };
-NM_EXPORT int nm_linear_int8(const struct nm_linear_int8 *call);
-NM_EXPORT int64_t nm_int8_row_bytes(int64_t in_features);
+struct nm_int8_call {
+  const struct nm_int8_layer *layer;
+  const void *x;            // [rows, inputs], x_stride elements between rows
+  void *out;                // [rows, outputs]
+  int64_t x_stride, rows;
+  int32_t dtype, threads;
+};
+NM_EXPORT int nm_linear_int8(const struct nm_int8_call *call);
 
 struct nm_linear_call {  // the arguments of nm_linear
   const struct nm_linear *layer;
@@ -153,7 +157,8 @@ struct nm_linear_call {  // the arguments of nm_linear
   int64_t x_stride, out_stride, rows;
   int32_t threads;
 };
-enum nm_op { NM_OP_RMS_NORM = 0, NM_OP_ROPE_STORE = 1, NM_OP_ATTENTION = 2, NM_OP_LINEAR = 3 };
+enum nm_op { NM_OP_RMS_NORM = 0, NM_OP_ROPE_STORE = 1, NM_OP_ATTENTION = 2, NM_OP_LINEAR = 3,
+             NM_OP_LINEAR_INT8 = 4 };
 struct nm_step {
   int64_t op;
   const void *call;  // the struct that the op's function takes; nm_linear_call for NM_OP_LINEAR

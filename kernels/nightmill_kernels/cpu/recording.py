@@ -16,6 +16,7 @@ class Op(IntEnum):
     ROPE_STORE = 1
     ATTENTION = 2
     LINEAR = 3
+    LINEAR_INT8 = 4
 
 
 class Step(Structure):

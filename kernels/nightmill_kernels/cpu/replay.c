@@ -11,6 +11,7 @@ static int run(const struct nm_step *step) {
       const struct nm_linear_call *c = step->call;
       return nm_linear(c->layer, c->x, c->x_stride, c->out, c->out_stride, c->rows, c->threads);
     }
+    case NM_OP_LINEAR_INT8: return nm_linear_int8(step->call);
     default: return NM_UNSUPPORTED;
   }
 }

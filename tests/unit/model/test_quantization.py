@@ -12,7 +12,8 @@ from tests.unit.model.test_runner import TINY
 
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
-from nightmill_kernels.linear_int8 import linear_int8, quantize_weight
+from nightmill_kernels.gated_mul import Gate
+from nightmill_kernels.linear_int8 import Int8Weight, linear_int8, quantize_weight
 from nightmill_worker.model import linear_int8 as linear_int8_module
 from nightmill_worker.model import runner as runner_module
 from nightmill_worker.model.linear_int8 import Int8Linear
@@ -54,9 +55,9 @@ def test_answers_do_not_depend_on_chunks_and_batch_mates(config: ModelRunnerConf
 def test_the_layers_are_quantised_and_nothing_else(config: ModelRunnerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
 
-    def spy(weight: torch.Tensor, bias: torch.Tensor | None = None, **named: object) -> object:
+    def spy(weight: torch.Tensor, bias: torch.Tensor | None, gate: Gate | None) -> Int8Weight:
         shapes.append((tuple(weight.shape), weight.dtype))
-        return quantize_weight(weight, bias, **named)
+        return quantize_weight(weight, bias, gate)
 
     monkeypatch.setattr(runner_module, "model_roofline", lambda *_: None)  # it makes a layer, too
     monkeypatch.setattr(linear_int8_module, "quantize_weight", spy)

@@ -2,22 +2,18 @@
 
 from torch import Tensor
 
-from nightmill_kernels.gated_mul import Gate, gated_mul
+from nightmill_kernels.gated_mul import Gate
 from nightmill_kernels.linear_int8 import linear_int8, quantize_weight
 
 
 class Int8Linear:
     """x Wᵀ + b in int8, on a CPU, gated if asked. Keeps nothing of the weight but its int8 numbers and scales."""
 
-    __slots__ = ("_gate", "_weight")
+    __slots__ = ("_weight",)
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> None:
-        self._gate = gate
-        self._weight = quantize_weight(weight, bias)
+        self._weight = quantize_weight(weight, bias, gate)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, out] of x [rows, in], in x's dtype; `out`: where to."""
-        result = linear_int8(x, self._weight)
-        if self._gate is not None:
-            result = gated_mul(result, self._gate)
-        return result if out is None else out.copy_(result)
+        return linear_int8(x, self._weight, out)
