@@ -3,10 +3,14 @@
 What is left of a step is host time: Python, numpy, torch's other operators, the building of calls. So a part holds what
 runs in C or oneDNN and nothing else, but for what a call through ctypes or torch's dispatcher costs (torch's: about
 5 µs a product). The timer's own cost, some 0.3 µs a call, is measured by `overhead_s` and lies in the host's share.
+
+A recorded step is one call. While `split` is set it is done call by call, which costs the host some µs each that it
+does not spend otherwise: so the parts' shares of recorded steps are taken from one run, and seconds from another.
 """
 
 import time
 from collections.abc import Callable
+from ctypes import byref, sizeof
 from enum import StrEnum
 from typing import Any
 
@@ -19,11 +23,19 @@ class Part(StrEnum):
     ATTENTION = "attention"
     POINTWISE = "pointwise"
     DRAW = "draw"
+    RECORDED = "recorded steps"
 
 
 Seconds = dict[Part, float]
 
-_BY_NAME = {"nm_paged_attention": Part.ATTENTION, "nm_argmax": Part.DRAW, "nm_draw": Part.DRAW}
+_BY_NAME = {
+    "nm_paged_attention": Part.ATTENTION,
+    "nm_linear": Part.LINEARS,
+    "nm_linear_int8": Part.LINEARS,
+    "nm_argmax": Part.DRAW,
+    "nm_draw": Part.DRAW,
+    "nm_replay": Part.RECORDED,
+}
 _UNTIMED = ("nm_abi", "nm_set_parallel")
 
 
@@ -37,6 +49,9 @@ class PartTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self.split = False
+        self.recorded = dict.fromkeys(Part, 0.0)
+        """Seconds of each part in recorded steps, while `split` was set."""
         self._seconds = dict.fromkeys(Part, 0.0)
         self.num_calls = 0
         self._in_head = False
@@ -117,9 +132,41 @@ class _TimedLibrary:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, name)
-        if name not in _UNTIMED:
-            linear = name.startswith("nm_linear")
-            part = Part.LINEARS if linear else _BY_NAME.get(name, Part.POINTWISE)
-            function = self._timer.timed(function, part)
+        if name == "nm_replay":
+            function = _Replay(function, self._timer)
+        elif name not in _UNTIMED:
+            function = self._timer.timed(function, _BY_NAME.get(name, Part.POINTWISE))
         self.__dict__[name] = function
         return function
+
+
+class _Replay:
+    """nm_replay, all at once or one call of the recording at a time."""
+
+    def __init__(self, function: Any, timer: PartTimer) -> None:
+        self.__dict__.update(_function=function, _timer=timer, _whole=timer.timed(function, Part.RECORDED))
+
+    def __call__(self, steps: Any, count: int, stopped_at: Any) -> int:
+        if not self._timer.split:
+            return int(self._whole(steps, count, stopped_at))
+        from nightmill_kernels.cpu.recording import Op, Step
+
+        names = [Op(steps[i].op).name for i in range(count)]
+        linears = [i for i in range(count) if names[i].startswith("LINEAR")]
+        parts = {"ATTENTION": Part.ATTENTION, **{names[i]: Part.LINEARS for i in linears}}
+        clock, add, recorded = self._timer.clock, self._timer.add, self._timer.recorded
+        for i in range(count):
+            part = Part.HEAD if i == linears[-1] else parts.get(names[i], Part.POINTWISE)
+            step = byref(steps, i * sizeof(Step))
+            started = clock()
+            status = self._function(step, 1, stopped_at)
+            seconds = clock() - started
+            add(part, seconds)
+            recorded[part] += seconds
+            if status:
+                return int(status)
+        return 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "argtypes":  # a place within the steps is passed, and not the whole array
+            setattr(self._function, name, value)
