@@ -22,7 +22,8 @@ from nightmill.submit import submit_job
 from nightmill.validate import check_sources
 from nightmill.worker_lock import WorkerLock, new_worker_id
 from nightmill_worker.drain import Drain, InterruptedRunError
-from nightmill_worker.engine_session import EngineSession, RunOptions, engine_line
+from nightmill_worker.engine_session import EngineSession, engine_line
+from nightmill_worker.engine_start import EarlyEngine, RunOptions
 from nightmill_worker.heartbeat import Heartbeat
 from nightmill_worker.job_feed import JobFeed
 from nightmill_worker.loaded_model import LoadedModel
@@ -49,13 +50,21 @@ class EmbeddedRun:
     """One `nightmill run`. Make it and call `run` once, on the main thread."""
 
     def __init__(
-        self, model: LoadedModel, run_options: RunOptions, settings: Settings, reporter: Reporter, drain: Drain
+        self,
+        model: LoadedModel,
+        run_options: RunOptions,
+        settings: Settings,
+        reporter: Reporter,
+        drain: Drain,
+        early: EarlyEngine | None = None,
     ) -> None:
+        """`early`: an engine of this model that has begun to load, for the first one that the job needs."""
         self._model = model
         self._run_options = run_options
         self._settings = settings
         self._reporter = reporter
         self._drain = drain
+        self._early = early
         self._store = Store(settings.database_url)
         self._meter = RunMeter()
 
@@ -108,7 +117,7 @@ class EmbeddedRun:
     def _run_shards(self, job: JobInfo, worker_id: str) -> None:
         with self._drain.breakable():
             self._reporter.phase(f"loading {self._model.name}")
-            session = EngineSession(self._model, self._run_options)
+            session = EngineSession(self._model, self._run_options, self._early)
         supervisor = session.supervisor
         heartbeat = Heartbeat(self._store, worker_id).start()
         try:

@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> None:
-    """Entry point of the engine process (or thread). Returns when the inbox closes; never raises."""
+    """Entry point of the engine process (or thread). Ends (a thread: returns) when the inbox closes; never raises."""
     if setup.parent_pid is not None:
         _become_child(setup)
     starting = True
@@ -84,6 +84,9 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
             loop.close()
         inbox.close()
         outbox.close()
+    if setup.parent_pid is not None:
+        # As after a failure: taking a model apart piece by piece would only keep the feeder waiting.
+        os._exit(0)
 
 
 def tune_gc() -> None:

@@ -1,44 +1,35 @@
 """One loaded model with its engine, and what shards of each job need to run on it."""
 
 import itertools
-from dataclasses import dataclass
 
 from nightmill.output.closer import planned_inputs
 from nightmill.output.folder import OutputFolder
-from nightmill.records import EngineOptions, JobInfo
+from nightmill.records import JobInfo
 from nightmill.storage import open_storage
 from nightmill.store import LEASE_TTL_S, Store
-from nightmill_worker.engine.options import LoopOptions
+from nightmill_worker.engine_start import EarlyEngine, RunOptions, begin_engine
 from nightmill_worker.feed.requests import RequestMaker
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.loaded_model import LoadedModel
-from nightmill_worker.model.device_choice import CUDA, resolve_limits
-from nightmill_worker.service import DEFAULT_STEP_TIMEOUT_S, EngineService
+from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.service import EngineService
 from nightmill_worker.shard import JobContext
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits
 from nightmill_worker.wire import EngineInfo
 
-NO_LIMIT = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How this process runs jobs; nothing in here changes an answer."""
-
-    engine: EngineOptions
-    in_process: bool = False
-    step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
+__all__ = ["EngineSession", "RunOptions", "engine_line"]
 
 
 class EngineSession:
     """Starts the engine when it is made; `close` ends it. Raises ModelError or EngineError when it cannot start."""
 
-    def __init__(self, model: LoadedModel, options: RunOptions) -> None:
+    def __init__(self, model: LoadedModel, options: RunOptions, early: EarlyEngine | None = None) -> None:
+        """`early`: an engine of this model that may have begun to load; None: it begins now."""
         self.model = model
         self._options = options
-        self._step_limits = resolve_limits(options.engine)
+        self._early = early
         self._request_ids = itertools.count()  # of all jobs: ids are unique in an engine
-        self.limits = FeedLimits.of(self._step_limits.max_num_seqs, options.engine.look_ahead)
+        self.limits = FeedLimits.of(resolve_limits(options.engine).max_num_seqs, options.engine.look_ahead)
         self.supervisor = EngineSupervisor(self._start_engine, self.limits)
 
     def close(self) -> None:
@@ -79,23 +70,11 @@ class EngineSession:
         )
 
     def _start_engine(self) -> EngineService:
-        engine, limits = self._options.engine, self._step_limits
-        return EngineService.start(
-            self.model.runner_config,
-            LoopOptions(
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                enable_prefix_caching=engine.enable_prefix_caching,
-                enable_shared_attention=engine.enable_shared_attention,
-                tier_shares=engine.tier_shares,
-                async_scheduling=limits.device == CUDA if engine.async_scheduling is None else engine.async_scheduling,
-                # The runner knows its model's, and the smaller one counts.
-                max_model_len=NO_LIMIT,
-            ),
-            in_process=self._options.in_process,
-            tokenizer_dir=self.model.directory,
-            step_timeout_s=self._options.step_timeout_s,
-        )
+        service = self._early.take() if self._early is not None else None
+        if service is None:
+            service = begin_engine(self.model, self._options)
+        service.wait_ready()
+        return service
 
 
 def engine_line(name: str, info: EngineInfo) -> str:

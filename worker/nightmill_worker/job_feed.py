@@ -1,11 +1,15 @@
 """Which shard a run of one job takes next: the first that is available, whenever all others have been read."""
 
+import time
+
 from nightmill.failpoint import failpoint
 from nightmill.records import JobInfo
 from nightmill_worker.drain import Drain
 from nightmill_worker.shard import JobContext
 from nightmill_worker.shard_crew import MAX_SHARDS, ShardCrew
 from nightmill_worker.supervisor import EngineSupervisor
+
+LOOK_AGAIN_S = 2.0  # when no shard was to be had: another process may give one back
 
 
 class JobFeed:
@@ -20,6 +24,7 @@ class JobFeed:
         self._drain = drain
         self._worker_id = worker_id
         self._stopping = False
+        self._look_at = 0.0  # not before, unless a shard ends here
 
     @property
     def job(self) -> JobInfo:
@@ -36,8 +41,11 @@ class JobFeed:
             if ended.failure is not None:
                 self.stop()
                 raise ended.failure
+            self._look_at = 0.0
         while self._has_room() and self._take():
             pass
+        if self._look_at and not any(run.is_reading for run in self._crew.active):
+            self._supervisor.begin_now()  # nothing more is coming to plan with
         return bool(self._crew.active)
 
     def stop(self) -> None:
@@ -48,6 +56,8 @@ class JobFeed:
     def _has_room(self) -> bool:
         active = self._crew.active
         if self._stopping or self._drain.requested or len(active) >= MAX_SHARDS or self._crew.solitude.is_wanted:
+            return False
+        if active and time.monotonic() < self._look_at:
             return False
         return self._supervisor.has_room and not any(run.is_reading for run in active)
 
@@ -60,4 +70,5 @@ class JobFeed:
             failpoint("after_claim")
             self._crew.start(lease, self._context)
             return True
+        self._look_at = time.monotonic() + LOOK_AGAIN_S
         return False

@@ -107,7 +107,34 @@ class EngineService:
         step_timeout_s: float | None = DEFAULT_STEP_TIMEOUT_S,
         max_outstanding: int = 1 << 15,
     ) -> "EngineService":
-        """Start the engine and wait until it is ready.
+        """Start the engine and wait until it is ready: `begin`, then `wait_ready`.
+
+        Raises:
+            ModelError, EngineError: The start failed; the message is the engine's own.
+        """
+        service = cls.begin(
+            runner_config,
+            loop_options,
+            in_process=in_process,
+            tokenizer_dir=tokenizer_dir,
+            step_timeout_s=step_timeout_s,
+            max_outstanding=max_outstanding,
+        )
+        service.wait_ready()
+        return service
+
+    @classmethod
+    def begin(
+        cls,
+        runner_config: RunnerConfig,
+        loop_options: LoopOptions,
+        *,
+        in_process: bool = False,
+        tokenizer_dir: Path | None = None,
+        step_timeout_s: float | None = DEFAULT_STEP_TIMEOUT_S,
+        max_outstanding: int = 1 << 15,
+    ) -> "EngineService":
+        """Start the engine; it may be used once `wait_ready` has returned.
 
         Args:
             runner_config: Picklable; builds the runner inside the engine process.
@@ -116,9 +143,6 @@ class EngineService:
             tokenizer_dir: Needed for stop strings only.
             step_timeout_s: A step longer than this ends the process after dumping its stacks.
             max_outstanding: `submit` blocks while this many requests have not come back through `poll`.
-
-        Raises:
-            ModelError, EngineError: The start failed; the message is the engine's own.
         """
         dump_path = None
         if not in_process:
@@ -136,12 +160,19 @@ class EngineService:
         service = cls(setup, max_outstanding=max_outstanding)
         atexit.register(service._kill)
         service._attendant.start()
-        try:
-            service._wait_ready()
-        except BaseException:
-            service.close(timeout_s=0)
-            raise
         return service
+
+    def wait_ready(self) -> None:
+        """Wait until the model is loaded; an engine that cannot start, or is not waited for, is closed.
+
+        Raises:
+            ModelError, EngineError: The start failed; the message is the engine's own.
+        """
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close(timeout_s=0)
+            raise
 
     @property
     def info(self) -> EngineInfo:

@@ -93,7 +93,9 @@ class ShardRun:
         supervisor: EngineSupervisor,
         drain: Drain,
         solitude: Solitude,
+        on_read: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_read` is called on the shard's thread when its last row has been offered."""
         self.lease = lease
         self.progress = ShardProgress(attempt=lease.attempt)
         self.is_reading = True  # more rows will be offered
@@ -104,6 +106,7 @@ class ShardRun:
         self._supervisor = supervisor
         self._drain = drain
         self._solitude = solitude
+        self._on_read = on_read
         self._lost = False
         self._job_stopped = False
         self._pending: dict[int, RowRequest] = {}  # by request id: offered, not back yet
@@ -271,7 +274,9 @@ class ShardRun:
                 if self.start_s is None:
                     self.start_s = time.monotonic() - self._began_at
                 self._offer(mailbox, batch or [])
-            self.is_reading = not (exhausted and last)
+            if self.is_reading and exhausted and last:
+                self.is_reading = False
+                self._on_read()
             may_offer = careful is None and not exhausted and not self._drain.requested
             outcomes = mailbox.collect(TURN_S, or_room=may_offer)
             # First: a flush on the way writes the mark, and who has started by now belongs into it.

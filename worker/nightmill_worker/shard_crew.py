@@ -54,7 +54,7 @@ class ShardCrew:
             context: Of its job.
             on_end: Called once, on the shard's thread, when it has ended in whatever way.
         """
-        run = ShardRun(lease, context, self._supervisor, self._drain, self.solitude)
+        run = ShardRun(lease, context, self._supervisor, self._drain, self.solitude, self.wake)
         name = f"shard-{lease.job_id}-{lease.range.index}"
         thread = threading.Thread(target=self._work, args=(run, on_end), name=name, daemon=True)
         with self._lock:
@@ -104,7 +104,7 @@ class ShardCrew:
         return ended
 
     def wait(self, timeout_s: float) -> None:
-        """Until a shard ends, or for so long."""
+        """Until a shard has been read, or ends, or for so long."""
         self._somebody_ended.wait(timeout_s)
         self._somebody_ended.clear()
 

@@ -181,6 +181,7 @@ class EngineSupervisor:
         self._next_key = 0
         self._in_engine: dict[int, Inside] = {}  # by request id, oldest first
         self._to_cancel: list[int] = []
+        self._is_primed = False
         self._isolation = Isolation()
         self._suspects: dict[int, tuple[int, Request]] = {}  # of the windows, out of the look-ahead
         self._admitting = True
@@ -283,6 +284,12 @@ class EngineSupervisor:
         """The engine of the moment."""
         return self._service
 
+    def begin_now(self) -> None:
+        """Everything has been offered: an idle engine need not wait for more to plan with, now or later."""
+        if not self._is_primed:
+            self._is_primed = True
+            self._service.wake()
+
     def stop_admitting(self) -> None:
         """From now on nothing starts in the engine; what has started runs on, the rest comes back to the look-ahead."""
         with self._changed:
@@ -346,7 +353,9 @@ class EngineSupervisor:
 
     def _priming_s(self) -> float:
         """How much longer an idle engine is kept waiting for more to plan with; 0: no longer."""
-        if self._in_engine or self._isolation.active or not len(self._lookahead) or not self.has_room:
+        if self._is_primed or self._in_engine or self._isolation.active:
+            return 0.0
+        if not len(self._lookahead) or not self.has_room:
             return 0.0
         limits = self.limits
         ready_at = min(self._last_offer_at + limits.quiet_s, self._first_offer_at + limits.prime_s)

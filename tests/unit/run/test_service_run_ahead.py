@@ -15,8 +15,7 @@ from nightmill_worker.cli.run_options import engine_options, read_engine
 from nightmill_worker.engine.fake import FakeRunnerConfig, expected_tokens
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
-from nightmill_worker.engine_session import EngineSession, RunOptions
-from nightmill_worker.model.device_choice import resolve_limits
+from nightmill_worker.engine_start import RunOptions, begin_engine
 from nightmill_worker.service import EngineService
 
 OPTIONS = LoopOptions(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, async_scheduling=True)
@@ -77,12 +76,9 @@ def test_a_gpu_runs_ahead_unless_told_otherwise(
     device: str, flag: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LoopOptions] = []
-    monkeypatch.setattr(EngineService, "start", lambda runner, options, **rest: seen.append(options))
-    session: Any = object.__new__(EngineSession)
-    session._options = RunOptions(engine=EngineOptions(device=device, async_scheduling=flag))
-    session._step_limits = resolve_limits(session._options.engine)
-    session.model = SimpleNamespace(runner_config=None, directory=None)
-    session._start_engine()
+    monkeypatch.setattr(EngineService, "begin", lambda runner, options, **rest: seen.append(options))
+    model: Any = SimpleNamespace(runner_config=None, directory=None)
+    begin_engine(model, RunOptions(engine=EngineOptions(device=device, async_scheduling=flag)))
     assert [options.async_scheduling for options in seen] == [expected]
 
 

@@ -279,3 +279,15 @@ def test_an_idle_engine_waits_until_it_can_plan_with_all() -> None:
         drain(mailbox, 20)  # the look-ahead was full
     supervisor.close()
     assert sizes[0] == 8
+
+
+def test_an_idle_engine_begins_once_everything_has_been_offered() -> None:
+    limits = replace(FeedLimits.of(8), quiet_s=600, prime_s=600)
+    supervisor = EngineSupervisor(starter(Script(), in_process=True), limits)
+    with supervisor.open() as mailbox:
+        mailbox.offer([request(i) for i in range(3)])
+        supervisor.begin_now()
+        drain(mailbox, 3)
+        mailbox.offer([request(3)])  # a shard that another process has given back
+        drain(mailbox, 1)
+    supervisor.close()

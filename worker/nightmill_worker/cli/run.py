@@ -65,14 +65,21 @@ def _run(
     with drain.breakable():
         reporter.phase("starting")
         from nightmill_worker.cores import limit_feeder
-        from nightmill_worker.embedded import EmbeddedRun, RunOptions
+        from nightmill_worker.engine_start import EarlyEngine, RunOptions
         from nightmill_worker.loaded_model import load_model
 
         model = load_model(spec.model, engine, progress=reporter.phase)
-        if model.cores is not None:
-            limit_feeder(model.cores)
-    embedded = EmbeddedRun(model, RunOptions(engine=engine, in_process=in_process), settings, reporter, drain)
-    return embedded.run(spec, options)
+        run_options = RunOptions(engine=engine, in_process=in_process)
+        early = EarlyEngine(model, run_options)
+    with early:
+        with drain.breakable():
+            # What takes its time to import comes while the engine loads.
+            from nightmill_worker.embedded import EmbeddedRun
+
+            if model.cores is not None:
+                limit_feeder(model.cores)
+        embedded = EmbeddedRun(model, run_options, settings, reporter, drain, early)
+        return embedded.run(spec, options)
 
 
 def _show_summary(result: "RunResult") -> None:
