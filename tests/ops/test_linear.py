@@ -92,6 +92,9 @@ def test_rows_and_strides_are_read_where_they_lie(c_isa: str, dtype: torch.dtype
     wide, weights = random(9, 100, dtype=dtype), random(70, 90, dtype=dtype)
     found = pack(weights[:, 3:44])(wide[:, 7:48])
     assert torch.equal(found, pack(weights[:, 3:44].contiguous())(wide[:, 7:48].contiguous()))
+    turned, turned_weights = random(41, 9, dtype=dtype).t(), random(41, 70, dtype=dtype).t()
+    found = pack(turned_weights)(turned)
+    assert torch.equal(found, pack(turned_weights.contiguous())(turned.contiguous()))
 
 
 @pytest.mark.parametrize("shape", [(130, 64), (65, 41), (1, 1)], ids=str)
