@@ -179,10 +179,11 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Print a table for each run."""
+    from nightmill_worker.cores import find_cores, plan_cores
     from nightmill_worker.model.threads import limit_spinning
 
+    threads = plan_cores(find_cores(), num_threads=threads).engine_threads
     limit_spinning()
-    from nightmill_worker.cores import find_cores, plan_cores
     from nightmill_worker.model.config_reader import read_config
     from nightmill_worker.model.runner import ModelRunner, ModelRunnerConfig
     from nightmill_worker.model.source import resolve_model
@@ -191,7 +192,6 @@ def main(
     timer.install()
     spec = ModelSpec(model=model)
     model_dir = resolve_model(spec, progress=lambda line: click.echo(line, err=True)).directory
-    threads = plan_cores(find_cores(), num_threads=threads).engine_threads
     engine = EngineOptions(num_threads=threads, max_num_seqs=max_num_seqs)
     runner = ModelRunnerConfig(model_dir=model_dir, spec=spec, options=engine).build()
     assert isinstance(runner, ModelRunner), "this measures CPUs"

@@ -26,10 +26,11 @@ class ModelRecipe:
         from nightmill_worker.model.instruction_set import limit_instruction_set
         from nightmill_worker.model.threads import limit_spinning
 
+        # Before torch is there: where OMP_PROC_BIND is set, loading it takes all cores but one from this thread's mask.
+        plan = self.cores or plan_cores(find_cores(), num_threads=self.options.num_threads)
         limit_spinning()
         limit_instruction_set()
         from nightmill_worker.model.runner import ModelRunnerConfig
 
-        plan = self.cores or plan_cores(find_cores(), num_threads=self.options.num_threads)
         options = replace(self.options, num_threads=plan.engine_threads)
         return ModelRunnerConfig(model_dir=self.directory, spec=self.spec, options=options).build()

@@ -147,3 +147,30 @@ def test_the_engine_computes_on_as_many_threads_as_planned():
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     output = subprocess.run([sys.executable, "-c", _ENGINE], env=environ, capture_output=True, text=True, check=True)
     assert output.stdout.split() == ["1", "3"]
+
+
+_BOUND = """
+import os
+from pathlib import Path
+from nightmill.errors import NightmillError
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.model_recipe import ModelRecipe
+usable = len(os.sched_getaffinity(0))
+try:
+    ModelRecipe(directory=Path("nowhere"), spec=ModelSpec(model="nowhere"), options=EngineOptions()).build()
+except NightmillError:
+    pass
+import torch
+print(usable, len(os.sched_getaffinity(0)), torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(len(find_cores().cores) < 2, reason="with one core there is nothing to lose")
+def test_threads_that_the_user_pins_are_as_many(tmp_path):
+    """Loading torch then binds the main thread to one core: the plan must not come after that."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
+    output = subprocess.run([sys.executable, "-c", _BOUND], env=environ, capture_output=True, text=True, check=True)
+    usable, left, threads = map(int, output.stdout.split())
+    assert (left, threads) == (1, len(find_cores().cores))
+    assert usable >= threads

@@ -13,7 +13,6 @@ from nightmill_worker.bench.measurement import Measurement
 from nightmill_worker.bench.roofline import Bound, workload_bound
 from nightmill_worker.bench.transformers_static import TransformersStatic
 from nightmill_worker.bench.workload import Workload, make_workloads
-from nightmill_worker.cores import find_cores, plan_cores
 from nightmill_worker.engine.roofline import Ceilings, Roofline
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.model.config import ModelConfig
@@ -39,7 +38,7 @@ class BenchOptions:
     static_batch: int
     max_num_batched_tokens: int
     page_size: int
-    threads: int | None
+    threads: int
     limit: int | None  # rows of each workload
     quantization: str | None = None
 
@@ -48,7 +47,7 @@ class BenchSession:
     """A loaded model with everything that will be compared on it."""
 
     def __init__(self, options: BenchOptions, say: Say) -> None:
-        torch.set_num_threads(plan_cores(find_cores(), num_threads=options.threads).engine_threads)
+        torch.set_num_threads(options.threads)
         self._options, self._say = options, say
         spec = ModelSpec(model=options.model, dtype=options.dtype, quantization=options.quantization)
         if options.quantization is not None:

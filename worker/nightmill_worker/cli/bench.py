@@ -72,9 +72,11 @@ def bench(
     if folder is not None:
         _write_workloads(Path(folder), model)
         return
+    from nightmill_worker.cores import find_cores, plan_cores
     from nightmill_worker.model.instruction_set import limit_instruction_set
     from nightmill_worker.model.threads import limit_spinning
 
+    plan = plan_cores(find_cores(), num_threads=threads)
     limit_spinning()  # as in the engine process, and before torch
     limit_instruction_set()
     # torch and the model code load only once the command is really called.
@@ -94,7 +96,7 @@ def bench(
             static_batch=static_batch,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
-            threads=threads,
+            threads=plan.engine_threads,
             limit=limit,
             quantization=quantization,
         ),
