@@ -50,6 +50,7 @@ def test_a_machine_that_tells_nothing_has_a_core_for_each_processor(tmp_path, al
     [
         ({"sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 2.5),
         ({"sys/fs/cgroup/a/b/cpu.max": "50000 100000\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 0.5),
+        ({"sys/fs/cgroup/a/b/cpu.max": "250000 100000\n", "sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
         ({"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # a container: the group's own path is not there
         ({"sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
         ({}, None),

@@ -82,3 +82,12 @@ def test_with_no_shard_at_work_the_store_is_always_asked(crew, clock):
     assert not feed.take_turn()
     assert not feed.take_turn()
     assert store.available_shards.call_count == 2
+
+
+def test_the_engine_does_not_begin_while_there_may_be_shards_that_nobody_has_asked_for(crew, clock):
+    feed, store, supervisor = make(crew, [1])
+    crew.active.append(SimpleNamespace(is_reading=False))
+    supervisor.has_room = False
+    feed.take_turn()
+    store.available_shards.assert_not_called()
+    supervisor.begin_now.assert_not_called()
