@@ -130,6 +130,7 @@ class Session:
             f"round {number} {run.workload} {run.rival}: {run.tokens_per_s:.1f} tokens/s in {run.seconds:.1f} s"
             + (disturbed if run.is_disturbed else "")
             + (f"; {run.rows_wrong_length} ROWS OF THE WRONG LENGTH" if run.rows_wrong_length else "")
+            + (f"; {100 * run.same_first_token:.0f}% begin as ours" if run.same_first_token is not None else "")
         )
         return run
 
