@@ -65,16 +65,15 @@ class Report:
 
     def tables(self) -> Iterator[str]:
         """What also goes to the terminal."""
-        yield "| workload | engine | tokens/s | range | s | of the bound | ours is ahead | note |"
-        yield "|---|---|---|---|---|---|---|---|"
+        yield "| workload | engine | tokens/s | range | s | of the bound: sum | overlap | ours is ahead | note |"
+        yield "|---|---|---|---|---|---|---|---|---|"
         best = {(v.workload, v.best_rival) for v in self.verdicts()}
         for c in self.cells():
             is_bold = c.rival == OURS or (c.workload, c.rival) in best
             rate = f"{c.tokens_per_s:.1f}"
-            yield (
-                f"| {c.workload} | {c.rival} | {f'**{rate}**' if is_bold else rate} | {c.lowest:.1f}–{c.highest:.1f} "
-                f"| {c.seconds:.1f} | {_percent(c.bound_share)} | {_times(c.ahead)} | {_note(c)} |"
-            )
+            shares = (_percent(c.bound_share), _percent(c.overlap_share))
+            speed = (f"**{rate}**" if is_bold else rate, f"{c.lowest:.1f}–{c.highest:.1f}", f"{c.seconds:.1f}")
+            yield _row(c.workload, c.rival, *speed, *shares, _times(c.ahead), _note(c))
         yield ""
         yield "| workload | best rival | ours / best rival | in the rounds |"
         yield "|---|---|---|---|"
@@ -127,18 +126,21 @@ class Report:
 
     def _foot(self) -> Iterator[str]:
         yield ""
-        yield "| workload | rows | tokens in | tokens out | sha256 | bound, s | steps |"
-        yield "|---|---|---|---|---|---|---|"
+        yield "| workload | rows | tokens in | tokens out | sha256 | sum, s | overlap, s | steps |"
+        yield "|---|---|---|---|---|---|---|---|"
         bounds = self._bounds()
         for task in self.session.tasks:
             w, bound = task.workload, bounds.get(task.workload.name)
-            least = (f"{bound.sum_s:.1f}", str(bound.steps)) if bound is not None else ("–", "–")
+            least = ("–",) * 3
+            if bound is not None:
+                least = (f"{bound.sum_s:.1f}", f"{bound.overlap_s:.1f}", str(bound.steps))
             tokens = (f"{w.prompt_tokens:,}", f"{w.output_tokens:,}")
             yield _row(w.name, str(len(w.rows)), *tokens, w.sha256[:16], *least)
         yield ""
         yield (
-            "The bound adds the least time for a workload's arithmetic and for its memory traffic on this machine, "
-            + _ceilings(self.session)
+            "The bound: `sum` adds the least time for a workload's arithmetic and for its memory traffic, `overlap` is "
+            "the larger of the two. An engine that reads while it computes, or reads a shared prefix once for many "
+            "rows, can be faster than `sum`. Ceilings " + _ceilings(self.session)
         )
         yield ""
         yield "| engine | | ready after, s | most memory, GB | versions | settings |"

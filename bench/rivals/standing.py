@@ -29,7 +29,8 @@ class Cell:
     peak_rss_bytes: int
     rows_wrong_length: int
     same_first_token: float | None
-    bound_share: float | None  # of the "sum" bound
+    bound_share: float | None  # of the "sum" bound: what computing and reading in turn would take
+    overlap_share: float | None  # of the "overlap" bound: as if one were free while the other lasts
     ahead: float | None
     """How many times the first engine is as fast: of the medians, over the same rows."""
 
@@ -114,6 +115,7 @@ def _cell(runs: Sequence[Run], own: tuple[int, float] | None, bound: Bound | Non
         rows_wrong_length=max(run.rows_wrong_length for run in runs),
         same_first_token=min(agreements, default=None),
         bound_share=bound.sum_s / seconds if bound is not None and is_whole else None,
+        overlap_share=bound.overlap_s / seconds if bound is not None and is_whole else None,
         ahead=own[1] / statistics.median(rates) if own is not None and own[0] == runs[0].rows else None,
     )
 

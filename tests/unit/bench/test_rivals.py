@@ -184,7 +184,7 @@ def test_a_slow_engine_runs_fewer_rounds_and_rows_and_is_no_best_rival(entrant: 
     assert [(run.round, run.rows, run.is_whole) for run in slow] == [(1, 2, False)]
     cells = cells_of(session.runs, OURS, {"W1": Bound(sum_s=1.0, overlap_s=1.0, steps=6)})
     cell = next(cell for cell in cells if cell.rival == "slow")
-    assert (cell.bound_share, cell.ahead) == (None, None)
+    assert (cell.bound_share, cell.overlap_share, cell.ahead) == (None, None, None)
     assert verdicts_of(cells, session.runs, OURS)[0].best_rival is None
 
 
@@ -249,6 +249,7 @@ def test_medians_ranges_ratios_and_shares_of_the_bound() -> None:
     ours, b = cells[OURS], cells["b"]
     assert (ours.tokens_per_s, ours.lowest, ours.highest) == pytest.approx((40.0, 30.0, 60.0))
     assert ours.bound_share == pytest.approx(1.5 / (120 / 40))
+    assert ours.overlap_share == pytest.approx(1.0 / (120 / 40))
     assert ours.ahead is None
     assert b.ahead == pytest.approx(40 / 25)
     (verdict,) = verdicts_of(list(cells.values()), runs, OURS)
