@@ -1,4 +1,4 @@
-"""Linear layers whose weights are int8, a scale for each output channel; rows are quantised as they come."""
+"""Linear layers in int8: weights have a scale for each output channel, rows as they come one for every 32 inputs."""
 
 from ctypes import addressof
 from dataclasses import dataclass
@@ -11,10 +11,8 @@ from nightmill_kernels.cpu.library import DTYPES, Int8Call, Int8Layer
 from nightmill_kernels.gated_mul import Gate, gated_mul
 from nightmill_kernels.reference import linear_int8 as reference
 
-MAX_INPUTS = 1 << 17
-"""More, and a sum of products may not fit an int32."""
-
 _PANEL, _UNIT, _TURN = 64, 4, 16
+_OFFSET = 128  # the C library multiplies unsigned by signed numbers
 _COLUMNS_AT_ONCE = 16 * _PANEL  # quantising widens this many to fp32
 _NO_GATE = -1
 
@@ -23,13 +21,12 @@ _NO_GATE = -1
 class Int8Weight:
     """W [N, K] and b [N] of a layer as the C library reads them, whatever the instruction set: P panels of 64 columns.
 
-    With `row = order[column]`: W[row, k] ≈ panels[column // 64, k // 4, column % 64, k % 4] · scale[column]. What lies
-    behind K, and columns of no row (-1), are zero.
+    With `row = order[column]`: W[row, k] ≈ (panels[column // 64, k // 4, column % 64, k % 4] - 128) · scale[column].
+    What lies behind K, and columns of no row (-1), are zero.
     """
 
-    panels: Tensor  # int8 [P, ceil(K / 4), 64, 4], in ±127
+    panels: Tensor  # uint8 [P, 8 · ceil(K / 32), 64, 4]: a number in ±127, + 128
     scale: Tensor  # fp32 [64 P]
-    start: Tensor  # int32 [64 P]: -128 · Σ of a column's int8
     bias: Tensor  # fp32 [64 P]
     order: Tensor  # int64 [64 P]: which row of W a column is; in turns of 16 where there is a gate
     inputs: int
@@ -40,13 +37,14 @@ class Int8Weight:
     @property
     def nbytes(self) -> int:
         """What all of it takes."""
-        return sum(tensor.nbytes for tensor in (self.panels, self.scale, self.start, self.bias, self.order))
+        return sum(tensor.nbytes for tensor in (self.panels, self.scale, self.bias, self.order))
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
         """W as int8 [N, K], scales and biases fp32 [N]."""
         columns = self.order.argsort(stable=True)[int((self.order < 0).sum()) :]
         weight = self.panels.transpose(1, 2).reshape(len(self.order), -1)[:, : self.inputs]
-        return weight[columns], self.scale[columns], self.bias[columns]
+        numbers = (weight[columns].short() - _OFFSET).to(torch.int8)
+        return numbers, self.scale[columns], self.bias[columns]
 
 
 def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None) -> Int8Weight:
@@ -58,16 +56,14 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | Non
         gate: What the layer does with its two halves.
 
     Raises:
-        ValueError: not a matrix, or more than MAX_INPUTS inputs.
+        ValueError: no such matrix.
     """
-    if weight.dim() != 2 or not 1 <= weight.shape[1] <= MAX_INPUTS or not len(weight) or (gate and len(weight) % 2):
-        raise ValueError(
-            f"weight {tuple(weight.shape)} must be [N, K] with 1 to {MAX_INPUTS} inputs, and an even N with a gate"
-        )
+    if weight.dim() != 2 or not weight.numel() or (gate and len(weight) % 2):
+        raise ValueError(f"weight {tuple(weight.shape)} must be [N, K], with an even N under a gate")
     num_rows, inputs = weight.shape
     order = _column_order(num_rows, gate)
-    num_panels, num_units = len(order) // _PANEL, -(-inputs // _UNIT)
-    panels = torch.zeros(num_panels, num_units, _PANEL, _UNIT, dtype=torch.int8)
+    num_panels, num_units = len(order) // _PANEL, -(-inputs // reference.GROUP) * reference.GROUP // _UNIT
+    panels = torch.empty(num_panels, num_units, _PANEL, _UNIT, dtype=torch.uint8)
     scale, biases = torch.zeros(len(order)), torch.zeros(len(order))
     for first in range(0, len(order), _COLUMNS_AT_ONCE):
         rows = order[first : first + _COLUMNS_AT_ONCE]
@@ -75,15 +71,14 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | Non
         is_row = (rows >= 0).nonzero().squeeze(1)
         rows, columns = rows[is_row], is_row + first
         q[is_row, :inputs], scale[columns] = reference.quantize(weight[rows])
-        panels[first // _PANEL :][: len(q) // _PANEL] = q.view(-1, _PANEL, num_units, _UNIT).transpose(1, 2)
+        unsigned = (q.short() + _OFFSET).to(torch.uint8)
+        panels[first // _PANEL :][: len(q) // _PANEL] = unsigned.view(-1, _PANEL, num_units, _UNIT).transpose(1, 2)
         if bias is not None:
             biases[columns] = bias[rows].float()
-    start = panels.sum(dim=(1, 3), dtype=torch.int32).view(-1).mul_(-128)
     outputs = num_rows if gate is None else num_rows // 2
     return Int8Weight(
         panels=panels,
         scale=scale,
-        start=start,
         bias=biases,
         order=order,
         inputs=inputs,
@@ -91,7 +86,6 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | Non
         gate=gate,
         layer=Int8Layer(
             panels=panels.data_ptr(),
-            start=start.data_ptr(),
             scale=scale.data_ptr(),
             bias=biases.data_ptr(),
             outputs=outputs,
@@ -104,8 +98,9 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | Non
 def linear_int8(x: Tensor, weight: Int8Weight, out: Tensor | None = None) -> Tensor:
     """x Wᵀ + b as [M, N] in x's dtype, fp32 or bf16, of x [M, K] with contiguous rows; gated, [M, N / 2].
 
-    Each row is quantised by its own largest magnitude and summed exactly in int32, so that its result depends on the
-    row alone, and is the same on every instruction set up to the gate. A row that holds an infinity or NaN gives NaN.
+    Every 32 inputs of a row are quantised by their own largest magnitude. Sums have a fixed order, so that a row's
+    result depends on the row alone, and is the same on every instruction set up to the gate. A row that holds an
+    infinity or NaN gives NaN.
 
     Raises:
         ValueError: another shape or dtype.

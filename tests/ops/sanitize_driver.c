@@ -215,12 +215,10 @@ static void linear_int8(int dtype) {
   const int64_t inputs = random_below(16) ? between(1, 300) : between(4000, 5000), outputs = between(1, 200);
   const int gate = (int)random_below(3) - 1;
   const int64_t columns = gate == NM_NO_GATE ? outputs : (outputs + 15) / 16 * 32;
-  const int64_t padded = (columns + 63) / 64 * 64, units = (inputs + 3) / 4;
-  int8_t *panels = give((size_t)(padded * units * 4));
-  for (int64_t i = 0; i < padded * units * 4; i++) panels[i] = (int8_t)((int)random_below(255) - 127);
-  int32_t *start = give(sizeof(int32_t) * (size_t)padded);
-  for (int64_t i = 0; i < padded; i++) start[i] = -128 * (int32_t)random_below(30000);
-  struct nm_int8_layer layer = {.panels = panels, .start = start, .scale = numbers(padded, NM_F32, 0),
+  const int64_t padded = (columns + 63) / 64 * 64, units = (inputs + 31) / 32 * 8;
+  uint8_t *panels = give((size_t)(padded * units * 4));
+  for (int64_t i = 0; i < padded * units * 4; i++) panels[i] = (uint8_t)between(1, 255);
+  struct nm_int8_layer layer = {.panels = panels, .scale = numbers(padded, NM_F32, 0),
                                 .bias = numbers(padded, NM_F32, 0), .outputs = outputs, .inputs = inputs, .gate = gate};
   struct nm_int8_call call = {
       .layer = &layer, .x = numbers(rows ? (rows - 1) * (inputs + gap) + inputs : 0, dtype, random_below(8) == 0),

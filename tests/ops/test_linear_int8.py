@@ -10,7 +10,7 @@ from torch import Tensor
 from nightmill_kernels.backend import use_isa
 from nightmill_kernels.cpu.isa import REFERENCE, available_isas
 from nightmill_kernels.gated_mul import Gate, gated_mul
-from nightmill_kernels.linear_int8 import MAX_INPUTS, linear_int8, quantize_weight
+from nightmill_kernels.linear_int8 import linear_int8, quantize_weight
 from nightmill_kernels.reference.linear_int8 import quantize
 
 NAN, INF = float("nan"), float("inf")
@@ -36,14 +36,17 @@ def quantized(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def oracle(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    q, row_scale = quantized(x.float().numpy())
     w, scale = quantized(weight.float().numpy())
-    wide = (q @ w.T).astype(np.float32) * (row_scale * scale.T)
-    return torch.from_numpy(wide + (0 if bias is None else bias.float().numpy())).to(x.dtype)
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for first in range(0, x.shape[1], 32):
+        q, group_scale = quantized(x[:, first : first + 32].float().numpy())
+        total += (q @ w[:, first : first + 32].T).astype(np.float32) * group_scale
+    wide = total * scale.T + (0 if bias is None else bias.float().numpy())
+    return torch.from_numpy(wide).to(x.dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 24, 65, 200])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 70), (16, 64), (77, 129), (576, 192)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 70), (32, 64), (77, 129), (576, 192)])
 def test_bits_are_those_of_the_rule(isa: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
     x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
     bias = random(outputs, dtype=dtype) if rows % 2 else None
@@ -67,24 +70,22 @@ def test_implementations_agree_bit_for_bit(rows: int, inputs: int, outputs: int,
 def test_is_as_near_to_the_product_as_halves_of_steps_allow(isa: str, dtype: torch.dtype) -> None:
     x, weight, bias = random(9, 576, dtype=dtype), random(100, 576, dtype=dtype), random(100, dtype=dtype)
     want = x.double() @ weight.double().t() + bias.double()
-    row_step = x.double().abs().amax(1, keepdim=True) / 127
+    steps = x.double().abs().view(9, 18, 32).amax(2).repeat_interleave(32, dim=1) / 127  # of each input
     step = weight.double().abs().amax(1) / 127
-    bound = x.double().abs().sum(1, keepdim=True) * step / 2 + row_step * weight.double().abs().sum(1) / 2
-    bound = bound + 576 * row_step * step / 4 + want.abs() * 2**-8
+    bound = x.double().abs().sum(1, keepdim=True) * step / 2 + steps @ weight.double().abs().t() / 2
+    bound = bound + steps.sum(1, keepdim=True) * step / 4 + want.abs() * 2**-8 + 1e-3
     error = (linear_int8(x, quantize_weight(weight, bias)).double() - want).abs()
     assert (error <= bound).all()
-    assert error.norm() < 0.06 * want.norm()
+    assert error.norm() < 0.04 * want.norm()
 
 
-@pytest.mark.parametrize("inputs", [4096, MAX_INPUTS])
+@pytest.mark.parametrize("inputs", [32, 4096, 1 << 18])
 def test_the_largest_sums_do_not_saturate(isa: str, inputs: int) -> None:
     signs = torch.where(torch.arange(inputs) % 5 < 2, -1.0, 1.0)
-    layer = quantize_weight(torch.stack((signs, -signs, torch.ones(inputs))))
-    found = linear_int8(torch.stack((signs, -torch.ones(inputs))), layer)
-    # 127 · 127 · inputs as fp32, then the two scales of 1/127.
-    scale = np.float32(1) / np.float32(127) * (np.float32(1) / np.float32(127))
-    sums = np.float32(127 * 127) * np.array([[inputs, -inputs, signs.sum()], [-signs.sum(), signs.sum(), -inputs]])
-    assert np.array_equal(found.numpy(), sums.astype(np.float32) * scale)
+    x, weight = torch.stack((signs, -torch.ones(inputs))), torch.stack((signs, -signs, torch.ones(inputs)))
+    found = linear_int8(x, quantize_weight(weight))
+    assert torch.equal(found, oracle(x, weight, None))
+    torch.testing.assert_close(found, x @ weight.t(), rtol=1e-5, atol=0.01)
 
 
 def test_a_row_depends_on_itself_alone(isa: str, dtype: torch.dtype) -> None:
@@ -132,13 +133,11 @@ def test_panels_hold_the_quantised_channels_and_zeros() -> None:
             assert torch.equal(found, want)
         is_row = layer.order >= 0
         assert sorted(layer.order[is_row].tolist()) == list(range(1100))
-        assert torch.equal(layer.start[is_row], -128 * q.sum(1, dtype=torch.int32)[layer.order[is_row]])
         assert not layer.scale[~is_row].any()
-        assert not layer.start[~is_row].any()
-        assert layer.panels.sum(dtype=torch.int64) == q.sum(dtype=torch.int64)
-        assert layer.panels.abs().max() == 127
-        # Bytes of the int8 numbers; scales, starts, biases and the order add 20 bytes a column.
-        assert layer.nbytes <= 1.2 * 1152 * 80 + 20 * 1152
+        assert (layer.panels.long() - 128).sum() == q.sum(dtype=torch.int64)
+        assert (layer.panels.min(), layer.panels.max()) == (1, 255)
+        # A byte a weight, inputs in whole groups; scales, biases and the order add 16 bytes a column.
+        assert layer.nbytes == len(layer.order) * (96 + 16)
 
 
 @pytest.mark.parametrize("gate", Gate)
@@ -182,7 +181,7 @@ def test_other_shapes_are_refused(x: Tensor, words: str) -> None:
         linear_int8(x, quantize_weight(torch.ones(8, 40)))
 
 
-@pytest.mark.parametrize("shape", [(3,), (0, 4), (3, 0), (1, MAX_INPUTS + 1)])
+@pytest.mark.parametrize("shape", [(3,), (0, 4), (3, 0), (2, 3, 4)])
 def test_other_weights_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="weight"):
         quantize_weight(torch.ones(shape))

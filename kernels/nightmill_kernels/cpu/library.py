@@ -7,7 +7,7 @@ import torch
 from nightmill_kernels.cpu import loader, openmp
 from nightmill_kernels.cpu.recording import Op, Recorder, Recording, Step
 
-ABI = 6
+ABI = 7
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -133,7 +133,6 @@ class Int8Layer(Structure):
 
     _fields_ = (
         ("panels", c_void_p),
-        ("start", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
         ("outputs", c_int64),

@@ -27,6 +27,7 @@ HEADERS = (
     "groups.h",
     "elementary.h",
     "gate.h",
+    "linear_int8_rows.h",
     "linear_work.h",
     "linear_tile.h",
 )

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 6
+#define NM_ABI 7
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -130,12 +130,10 @@ NM_EXPORT int nm_linear(const struct nm_linear *layer, const void *x, int64_t x_
 NM_EXPORT int nm_linear_rows(const struct nm_linear *layer, const void *rows, int64_t count, int wide_rows, void *out,
                              int threads);
 
-enum { NM_INT8_MAX_INPUTS = 1 << 17 };  // more, and a sum may not fit an int32
 // A linear layer in int8: x Wᵀ + b; with a gate, of 2 · outputs rows of W, gate(first half) · second half. P panels of
 // 64 columns: the outputs in order; with a gate 16 of the gate, the 16 that it gates, the next 16 of the gate, …
 struct nm_int8_layer {
-  const int8_t *panels;     // [P, ceil(inputs / 4), 64, 4] in ±127; zeros where columns or inputs end within
-  const int32_t *start;     // [64 P] -128 · Σ of a column's int8
+  const uint8_t *panels;    // [P, 8 · ceil(inputs / 32), 64, 4] a weight's int8, in ±127, + 128; 128 where there is none
   const float *scale;       // [64 P] a weight is its int8 times this
   const float *bias;        // [64 P]
   int64_t outputs, inputs;  // an output row and an input row have so many elements

@@ -1,46 +1,44 @@
-"""Matrix products of int8 numbers in plain torch: exact sums, then one scaling in fp32 and one rounding."""
+"""Matrix products of int8 numbers in plain torch: exact sums of 32 products, scaled and added up in fp32."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+GROUP = 32
+"""Inputs of a row that share a scale."""
 
 LARGEST = 127
 TINY = 2.0**-100
-"""A row or a channel whose largest magnitude is below this counts as zeros: 127 / it would overflow."""
-
-# Sums of so many products of int8 numbers stay below 2^24, so fp32 holds each of them exactly, in any order.
-_EXACT_COLUMNS = 1024
+"""Numbers whose largest magnitude is below this count as zeros: 127 / it would overflow."""
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of [R, K] as int8 [R, K] in ±127 and an fp32 scale [R]: row ≈ q · scale.
+def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """[…, K] as int8 in ±127 and an fp32 scale […]: numbers ≈ int8 · scale.
 
-    q = round(x · (127 / a)), ties to even, and scale = a / 127, with a the row's largest magnitude. A row that holds
-    an infinity or NaN has zeros and the scale NaN: what is computed from it is NaN, and shows.
+    int8 = round(x · (127 / a)), ties to even, and scale = a / 127, with a the largest magnitude of the last dimension.
+    Where there is an infinity or NaN, the int8 are zeros and the scale NaN: what is computed from it is NaN, and shows.
     """
-    x = rows.float()
-    largest = x.abs().amax(dim=1) if x.shape[1] else x.new_zeros(len(x))
+    x = numbers.float()
+    largest = x.abs().amax(dim=-1)
     is_sound = largest.isfinite() & (largest >= TINY)
     # Two tensors: torch makes number / tensor of a reciprocal and a product, which rounds twice.
     factor = torch.where(is_sound, torch.full_like(largest, LARGEST) / largest, 0.0)
     scale = torch.where(is_sound, largest / LARGEST, 0.0).masked_fill(~largest.isfinite(), torch.nan)
-    q = torch.where(is_sound.unsqueeze(1), x * factor.unsqueeze(1), 0.0).round()
+    q = torch.where(is_sound.unsqueeze(-1), x * factor.unsqueeze(-1), 0.0).round()
     return q.to(torch.int8), scale
 
 
-def integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """int32 [M, N]: a Bᵀ of int8 a [M, K] and b [N, K], exact."""
-    total = torch.zeros(len(a), len(b), dtype=torch.int32)
-    for first in range(0, a.shape[1], _EXACT_COLUMNS):
-        columns = slice(first, first + _EXACT_COLUMNS)
-        total += (a[:, columns].float() @ b[:, columns].float().t()).to(torch.int32)
-    return total
-
-
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """x Wᵀ + b in x's dtype: x [M, K] quantised row by row, weight int8 [N, K], scale and bias fp32 [N].
+    """x Wᵀ + b in x's dtype: x [M, K], weight int8 [N, K] and its channels' scales and biases, fp32 [N].
 
-    float(Σ) · (row scale · channel scale) + bias, in this order, each step rounded to fp32.
+    Every 32 inputs of a row are quantised by themselves. (Σ over groups of float(Σ of a group) · group scale) · channel
+    scale + bias, groups in order, each step rounded to fp32.
     """
-    q, row_scale = quantize(x)
-    sums = integer_product(q, weight).float()
-    return (sums * (row_scale.unsqueeze(1) * scale) + bias).to(x.dtype)
+    num_groups, padding = -(-x.shape[1] // GROUP), (0, -x.shape[1] % GROUP)
+    numbers, scales = quantize(F.pad(x.float(), padding).view(-1, num_groups, GROUP))
+    total = x.new_zeros(len(x), len(weight), dtype=torch.float32)
+    for g, columns in enumerate(F.pad(weight, padding).view(-1, num_groups, GROUP).unbind(1)):
+        # fp32 holds sums of 32 products of int8 exactly, in any order.
+        sums = numbers[:, g].float() @ columns.float().t()
+        total += sums * scales[:, g : g + 1]
+    return (total * scale + bias).to(x.dtype)

@@ -1,6 +1,7 @@
 """`--quantization int8` in the model: what becomes int8, what does not, and where it is refused."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +33,10 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> ModelRunnerConfig:
     )
 
 
-def logits(config: ModelRunnerConfig) -> torch.Tensor:
+def logits(config: ModelRunnerConfig, prompts: Sequence[Sequence[int]] = PROMPTS) -> torch.Tensor:
     driver = PagedDriver(config.build())
     assert isinstance(driver.runner, ModelRunner)
-    work = [(driver.add(prompt), len(prompt)) for prompt in PROMPTS]
+    work = [(driver.add(prompt), len(prompt)) for prompt in prompts]
     return driver.runner.compute_logits(driver.plan(work, every_token=True))
 
 
@@ -50,6 +51,14 @@ def test_answers_do_not_depend_on_chunks_and_batch_mates(config: ModelRunnerConf
     chunked = PagedDriver(config.build()).generate(PROMPTS, max_tokens=10, chunk=2)
     alone = [PagedDriver(config.build()).generate([prompt], max_tokens=10)[0] for prompt in PROMPTS]
     assert together == chunked == alone
+
+
+def test_logits_of_a_prompt_have_the_same_bits_in_any_company(config: ModelRunnerConfig) -> None:
+    together = logits(config)
+    first = 0
+    for prompt in PROMPTS:
+        assert torch.equal(logits(config, [prompt]), together[first : first + len(prompt)])
+        first += len(prompt)
 
 
 def test_the_layers_are_quantised_and_nothing_else(config: ModelRunnerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
