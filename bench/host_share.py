@@ -23,6 +23,7 @@ from bench.part_timer import Part, PartTimer, Seconds
 from nightmill.records import EngineOptions, ModelSpec
 from nightmill.sampling import SamplingParams
 from nightmill.states import Tier
+from nightmill_worker.cores import CorePlan
 from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Request
@@ -144,16 +145,16 @@ def table(share: Share, overhead_s: float) -> str:
     return "\n".join(lines)
 
 
-def heading(name: str, bounds: PartBounds, threads: int) -> str:
+def heading(name: str, bounds: PartBounds, plan: CorePlan) -> str:
     """What was measured, on what."""
     from nightmill_worker.bench.machine import this_machine
 
     machine, ceilings = this_machine(), bounds.ceilings
     return (
         f"# Where {name} spends its time\n\n"
-        f"`python -m bench.host_share --runs {name}` at {machine.commit}: {machine.cpu}, {threads} threads, "
-        f"torch {machine.versions['torch']}; a large product {ceilings.flops / 1e9:,.0f} GFLOP/s, "
-        f"memory {ceilings.bytes_per_s / 1e9:.1f} GB/s.\n\n"
+        f"`python -m bench.host_share --runs {name}` at {machine.commit}: {machine.cpu}, "
+        f"{str(plan).partition(';')[0]}, torch {machine.versions['torch']}; a large product "
+        f"{ceilings.flops / 1e9:,.0f} GFLOP/s, memory {ceilings.bytes_per_s / 1e9:.1f} GB/s.\n\n"
     )
 
 
@@ -179,10 +180,12 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Print a table for each run."""
-    from nightmill_worker.cores import find_cores, plan_cores
+    from nightmill_worker.cores import claim_cores, find_cores, plan_cores
     from nightmill_worker.model.threads import limit_spinning
 
-    threads = plan_cores(find_cores(), num_threads=threads).engine_threads
+    cores = find_cores()
+    plan = claim_cores(plan_cores(cores, num_threads=threads), cores)
+    plan.pin()
     limit_spinning()
     from nightmill_worker.model.config_reader import read_config
     from nightmill_worker.model.runner import ModelRunner, ModelRunnerConfig
@@ -192,7 +195,7 @@ def main(
     timer.install()
     spec = ModelSpec(model=model)
     model_dir = resolve_model(spec, progress=lambda line: click.echo(line, err=True)).directory
-    engine = EngineOptions(num_threads=threads, max_num_seqs=max_num_seqs)
+    engine = EngineOptions(num_threads=plan.engine_threads, max_num_seqs=max_num_seqs)
     runner = ModelRunnerConfig(model_dir=model_dir, spec=spec, options=engine).build()
     assert isinstance(runner, ModelRunner), "this measures CPUs"
     assert runner.roofline is not None
@@ -223,7 +226,7 @@ def main(
         click.echo(f"\n## {name}\n\n{text}")
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / f"{name}.md").write_text(heading(name, bounds, threads) + text + "\n")
+            (directory / f"{name}.md").write_text(heading(name, bounds, plan) + text + "\n")
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(share) for share in shares], indent=1) + "\n")
 

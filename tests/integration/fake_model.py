@@ -51,7 +51,9 @@ def fake_model(spec: ModelSpec, tokenizer_dir: Path) -> LoadedModel:
     )
 
 
-def load_fake_model(spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[str], None]) -> LoadedModel:
+def load_fake_model(
+    spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[str], None], pins: bool = False
+) -> LoadedModel:
     """In place of load_model."""
     return fake_model(spec, Path(os.environ["FAKE_TOKENIZER"]))
 

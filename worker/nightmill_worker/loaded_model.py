@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nightmill.records import EngineOptions, ModelSpec
-from nightmill_worker.cores import CorePlan, find_cores, plan_cores
+from nightmill_worker.cores import CorePlan, claim_cores, find_cores, plan_cores
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.model.device_choice import CUDA, resolve_limits
 from nightmill_worker.model.source import resolve_model
@@ -25,8 +25,16 @@ class LoadedModel:
     cores: CorePlan | None = None  # None: no cores of this machine are computed on
 
 
-def load_model(spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[str], None]) -> LoadedModel:
+def load_model(
+    spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[str], None], pins: bool = False
+) -> LoadedModel:
     """Find or fetch the model and load its tokenizer; the weights wait for the engine process.
+
+    Args:
+        spec: Which model.
+        engine: How it will be run.
+        progress: Told what is being done.
+        pins: The engine will be a process of its own, whose threads may be kept on their cores.
 
     Raises:
         ModelError: There is no such model, or a file of it is missing or damaged.
@@ -34,7 +42,10 @@ def load_model(spec: ModelSpec, engine: EngineOptions, *, progress: Callable[[st
     progress(f"looking for {spec.model}")
     resolved = resolve_model(spec, progress=progress)
     on_gpu = resolve_limits(engine).device == CUDA
-    cores = plan_cores(find_cores(), num_threads=engine.num_threads, on_gpu=on_gpu)
+    found = find_cores()
+    cores = plan_cores(found, num_threads=engine.num_threads, on_gpu=on_gpu)
+    if pins and not on_gpu:
+        cores = claim_cores(cores, found)
     return LoadedModel(
         name=resolved.name,
         digest=resolved.digest,

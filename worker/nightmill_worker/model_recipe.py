@@ -28,6 +28,7 @@ class ModelRecipe:
 
         # Before torch is there: where OMP_PROC_BIND is set, loading it takes all cores but one from this thread's mask.
         plan = self.cores or plan_cores(find_cores(), num_threads=self.options.num_threads)
+        plan.pin()
         limit_spinning()
         limit_instruction_set()
         from nightmill_worker.model.runner import ModelRunnerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill_worker.cores import CorePlan, Cores, find_cores, plan_cores
+from nightmill_worker.cores import CorePlan, Cores, claim_cores, find_cores, plan_cores
 
 EIGHT = Cores(cpus=tuple(range(8)), cores=tuple(range(8)), quota=None)
 
@@ -101,7 +101,101 @@ def test_the_feeders_threads_leave_the_engine_its_cores(count, on_gpu, threads):
 
 def test_the_line_at_the_start():
     plan = CorePlan(engine_threads=3, feeder_threads=1, num_cores=8, reason="--num-threads")
-    assert str(plan) == "engine: 3 threads (--num-threads) on 8 cores; feeder: 1 thread beside it"
+    assert str(plan) == "engine: 3 threads on 8 cores (--num-threads); feeder: 1 thread beside it"
+    pinned = CorePlan(engine_threads=2, feeder_threads=1, num_cores=2, pinned=(0, 1))
+    assert str(pinned) == "engine: 2 threads on 2 cores, each on its own; feeder: 1 thread beside it"
+
+
+# Processors that no machine has: nobody else claims them.
+_FAR = (100_000, 100_001, 100_002)
+
+
+def far(count: int) -> Cores:
+    return Cores(cpus=_FAR[:count], cores=_FAR[:count], quota=None)
+
+
+_CLAIM = """
+import sys
+from nightmill_worker.cores import Cores, claim_cores, plan_cores
+cpus = tuple(map(int, sys.argv[1:]))
+cores = Cores(cpus=cpus, cores=cpus, quota=None)
+print(claim_cores(plan_cores(cores, environ={}), cores, environ={}).pinned, flush=True)
+sys.stdin.read()
+"""
+
+
+class Claimant:
+    """Another process that wants these cores for its engine; it holds them until `end`."""
+
+    def __init__(self, *cpus: int) -> None:
+        command = [sys.executable, "-c", _CLAIM, *map(str, cpus)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.pinned = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def test_an_engine_is_not_pinned_where_another_one_is():
+    first = Claimant(*_FAR[:2])
+    second = Claimant(*_FAR[1:])
+    assert (first.pinned, second.pinned) == (str(_FAR[:2]), "()")
+    first.end()
+    third = Claimant(*_FAR[1:])  # the second one kept nothing of what it could not have whole
+    assert third.pinned == str(_FAR[1:])
+    second.end()
+    third.end()
+
+
+def test_a_process_has_what_it_has_claimed():
+    plan = plan_cores(far(2), environ={})
+    assert claim_cores(plan, far(2), environ={}).pinned == _FAR[:2]
+    assert claim_cores(plan, far(2), environ={}).pinned == _FAR[:2]  # its next model
+
+
+@pytest.mark.parametrize(
+    ("count", "num_threads", "environ"),
+    [
+        (2, 1, {}),  # two such engines could meet on one core
+        (2, 4, {}),
+        (1, None, {}),
+        (2, None, {"OMP_PROC_BIND": "false"}),
+        (2, None, {"GOMP_CPU_AFFINITY": "0-1"}),
+    ],
+)
+def test_threads_go_where_they_like_unless_they_are_one_for_every_core(count, num_threads, environ):
+    plan = plan_cores(far(count), num_threads=num_threads, environ=environ)
+    assert claim_cores(plan, far(count), environ=environ) == plan
+
+
+_PINNED = """
+import os
+from pathlib import Path
+from nightmill.errors import NightmillError
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_worker.cores import CorePlan, find_cores
+from nightmill_worker.model_recipe import ModelRecipe
+cores = find_cores().cores
+plan = CorePlan(engine_threads=len(cores), feeder_threads=1, num_cores=len(cores), pinned=cores)
+spec = ModelSpec(model="nowhere")
+try:
+    ModelRecipe(directory=Path("nowhere"), spec=spec, options=EngineOptions(), cores=plan).build()
+except NightmillError:
+    pass
+import torch
+torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+masks = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+# A pool of torch's that nobody uses begins on the first core, too.
+print(all({cpu} in masks for cpu in cores), os.sched_getaffinity(0) == {cores[0]})
+"""
+
+
+@pytest.mark.skipif(len(find_cores().cores) < 2, reason="one core has nothing to choose from")
+def test_each_thread_of_the_engine_stays_on_its_core():
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    output = subprocess.run([sys.executable, "-c", _PINNED], env=environ, capture_output=True, text=True, check=True)
+    assert output.stdout.split() == ["True", "True"]
 
 
 # In a process of its own: pools get their size once. Every thread of tokenizers' pool is counted, not only busy ones.

@@ -23,11 +23,20 @@ def this_machine() -> Machine:
     """Describe the machine and checkout this process runs on."""
     return Machine(
         cpu=_cpu_name(),
-        num_cpus=len(os.sched_getaffinity(0)),
+        num_cpus=_num_cpus(),
         python=platform.python_version(),
         versions={name: _version(name) for name in ("nightmill", "torch", "transformers", "numpy")},
         commit=_commit(),
     )
+
+
+def _num_cpus() -> int:
+    """Of all threads together: those of a pinned engine have one each."""
+    try:
+        threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    except OSError:
+        return os.cpu_count() or 1
+    return len(set[int]().union(*(os.sched_getaffinity(thread) for thread in threads)))
 
 
 def _cpu_name() -> str:

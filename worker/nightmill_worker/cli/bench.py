@@ -72,11 +72,16 @@ def bench(
     if folder is not None:
         _write_workloads(Path(folder), model)
         return
-    from nightmill_worker.cores import find_cores, plan_cores
+    from nightmill_worker.cores import claim_cores, find_cores, plan_cores
+    from nightmill_worker.model.device_choice import CPU, expected_device
     from nightmill_worker.model.instruction_set import limit_instruction_set
     from nightmill_worker.model.threads import limit_spinning
 
-    plan = plan_cores(find_cores(), num_threads=threads)
+    cores = find_cores()
+    plan = plan_cores(cores, num_threads=threads)
+    if expected_device() == CPU:
+        plan = claim_cores(plan, cores)
+        plan.pin()
     limit_spinning()  # as in the engine process, and before torch
     limit_instruction_set()
     # torch and the model code load only once the command is really called.

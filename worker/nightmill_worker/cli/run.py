@@ -68,7 +68,7 @@ def _run(
         from nightmill_worker.engine_start import EarlyEngine, RunOptions
         from nightmill_worker.loaded_model import load_model
 
-        model = load_model(spec.model, engine, progress=reporter.phase)
+        model = load_model(spec.model, engine, progress=reporter.phase, pins=not in_process)
         run_options = RunOptions(engine=engine, in_process=in_process)
         early = EarlyEngine(model, run_options)
     with early:

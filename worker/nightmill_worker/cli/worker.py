@@ -107,10 +107,10 @@ def _loader(flags: dict[str, Any], settings: Settings) -> "LoadModel":
         from nightmill_worker.scripted_engine import Script, scripted_model
 
         return scripted_model(Script.parse(flags["fake_engine"]), settings.cache)
-    return _real_loader(read_engine(flags))
+    return _real_loader(read_engine(flags), pins=not flags["in_process"])
 
 
-def _real_loader(engine: EngineOptions) -> "LoadModel":
+def _real_loader(engine: EngineOptions, *, pins: bool) -> "LoadModel":
     import logging
 
     from nightmill_worker.cores import limit_feeder
@@ -119,7 +119,7 @@ def _real_loader(engine: EngineOptions) -> "LoadModel":
     log = logging.getLogger(__name__)
 
     def load(spec: ModelSpec) -> "LoadedModel":
-        model = load_model(spec, engine, progress=log.info)
+        model = load_model(spec, engine, progress=log.info, pins=pins)
         if model.cores is not None:
             limit_feeder(model.cores)
         return model
