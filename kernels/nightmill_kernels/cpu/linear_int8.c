@@ -74,6 +74,9 @@ INLINE void add_unit(vi acc[TILE_ROWS][VECTORS], const char *numbers, int64_t ro
 #pragma GCC unroll 4
   for (int j = 0; j < VECTORS; j++) memcpy(&column[j], panel + UNIT * place(tile, j), sizeof(vi));
 #if VNNI
+  // Held in registers: the compiler would rather load a column again for each row.
+#pragma GCC unroll 4
+  for (int j = 0; j < VECTORS; j++) __asm__("" : "+v"(column[j]));
 #pragma GCC unroll 3
   for (int r = 0; r < R; r++) {
     const __m512i x = (__m512i)broadcast(numbers + r * row_bytes);
@@ -131,7 +134,7 @@ INLINE void tile_rows(float *sums, const struct int8_rows *rows, int64_t row, in
         add_unit(acc, numbers + u * UNIT * INPUT_BYTES, row_bytes, units + u * PANEL * UNIT, tile, R);
 #pragma GCC unroll 3
       for (int r = 0; r < R; r++) {
-        const vf scale = splat(rows->scales[at + r * rows->groups + g]);
+        const vf scale = (vf)broadcast(rows->scales + at + r * rows->groups + g);
 #pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) total[r][j] += __builtin_convertvector(acc[r][j], vf) * scale;
       }
@@ -156,9 +159,20 @@ static const tile_fn tile_functions[TILE_ROWS][2] = {{begin_1, add_1}, {begin_2,
 
 // ---------------------------------------------------------------- results
 
+INLINE vh to_bf16(vf x) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);  // takes subnormal numbers for zeros
+#else
+  return narrow_v(x);
+#endif
+}
+
 // Up to `left` outputs from `at`, which may be past the end of the row.
 INLINE void put(void *out, int64_t at, vf x, int64_t left, const int bf16) {
-  if (left >= VW)
+  if (left >= VW && bf16) {
+    const vh half = to_bf16(x);
+    memcpy((uint16_t *)out + at, &half, sizeof half);
+  } else if (left >= VW)
     store(out, at, x, bf16);
   else if (left > 0)
     store_tail(out, at, x, (int)left, bf16);
@@ -182,7 +196,7 @@ INLINE void finish_rows(const struct product *product, const float *sums, int64_
     for (int64_t c = panel * PANEL; c < (panel + 1) * PANEL; c += c % TURN + VW == TURN ? TURN + VW : VW) {
       vf g = scaled(layer, sums, c), up = scaled(layer, sums, c + TURN);
       // Rounded as two layers with a gate between them would: the same bits.
-      if (bf16) g = widen_v(narrow_v(g)), up = widen_v(narrow_v(up));
+      if (bf16) g = widen_v(to_bf16(g)), up = widen_v(to_bf16(up));
       const int64_t feature = c / (2 * TURN) * TURN + c % TURN;
       put(product->call->out, out + feature, gated(g, up, gate), layer->outputs - feature, bf16);
     }
@@ -197,6 +211,16 @@ static void finish(const struct product *product, const float *sums, int64_t pan
   if (gate == NM_SILU && !bf16) finish_rows(product, sums, panel, row, height, NM_SILU, 0);
   if (gate == NM_GELU_TANH && bf16) finish_rows(product, sums, panel, row, height, NM_GELU_TANH, 1);
   if (gate == NM_GELU_TANH && !bf16) finish_rows(product, sums, panel, row, height, NM_GELU_TANH, 0);
+}
+
+// Fetches the lines that a strip will write, while it is multiplied.
+INLINE void fetch_results(const struct nm_int8_call *call, int64_t panel, int64_t row, int64_t height) {
+  const struct nm_int8_layer *layer = call->layer;
+  const int64_t size = call->dtype == NM_BF16 ? 2 : 4, width = layer->gate == NM_NO_GATE ? PANEL : PANEL / 2;
+  const int64_t bytes = width * size;
+  const char *at = (const char *)call->out + (row * layer->outputs + panel * width) * size;
+  for (int64_t r = 0; r < height; r++, at += layer->outputs * size)
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 1, 3);
 }
 
 static void multiply_run(const struct run *run, void *data) {
@@ -215,6 +239,7 @@ static void multiply_run(const struct run *run, void *data) {
     const int lines = (int)((PANEL_GROUP_BYTES / 64 + tiles - 1) / tiles);
     for (int64_t s = run->first; s < run->last; s++) {
       const int64_t row = strip_row(run, s), after = strip_row(run, s + 1);
+      if (end == groups) fetch_results(product->call, run->panel, row, after - row);
       float *to = groups <= DEPTH_BLOCK ? sums : sums + (row - first_row) * PANEL;
       for (int64_t r = row; r < after; r += TILE_ROWS) {
         const int64_t height = after - r < TILE_ROWS ? after - r : TILE_ROWS;

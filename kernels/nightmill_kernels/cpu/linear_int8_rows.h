@@ -67,57 +67,74 @@ INLINE float largest_of(const void *x, int64_t first, int n, const int bf16) {
   return out;
 }
 
-// Numbers of VW inputs, in ±127, to where they belong in a group.
-INLINE void store_numbers(char *group, int at, vi q) {
+// A group's numbers, in ±127, to where they belong; where its sums start.
+INLINE int32_t store_group(char *group, const vi q[GROUP / VW]) {
 #if VNNI
-  _mm_storeu_si128((__m128i *)(group + at), _mm512_cvtepi32_epi8((__m512i)q));
-#else
-  int16_t out[VW];
-  for (int i = 0; i < VW; i += UNIT) {
-    out[i] = (int16_t)q[i];
-    out[i + 1] = (int16_t)q[i + 2];
-    out[i + 2] = (int16_t)q[i + 1];
-    out[i + 3] = (int16_t)q[i + 3];
-  }
-  memcpy(group + at * INPUT_BYTES, out, sizeof out);
-#endif
-}
-
-INLINE int32_t start_of(const char *group) {
-#if VNNI
-  const __m256i numbers = _mm256_loadu_si256((const __m256i *)group);
+  const __m128i low = _mm512_cvtepi32_epi8((__m512i)q[0]), high = _mm512_cvtepi32_epi8((__m512i)q[1]);
+  const __m256i numbers = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  _mm256_storeu_si256((__m256i *)group, numbers);
   const __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(numbers, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
   const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
   return -128 * ((int32_t)(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * GROUP);
 #else
-  (void)group;
+  int16_t out[GROUP];
+  for (int i = 0; i < GROUP; i += UNIT) {
+    const vi units = q[i / VW];
+    out[i] = (int16_t)units[i % VW];
+    out[i + 1] = (int16_t)units[i % VW + 2];
+    out[i + 2] = (int16_t)units[i % VW + 1];
+    out[i + 3] = (int16_t)units[i % VW + 3];
+  }
+  memcpy(group, out, sizeof out);
   return 0;
 #endif
+}
+
+// From the largest magnitudes of n groups, what their numbers are multiplied with, and their scales in place. Where there
+// is an infinity or NaN the scale is NaN, so that the row's sums are, and its numbers do not matter.
+INLINE void scales_of(float *largest, float *factors, int n) {
+  for (int g = 0; g < n; g += VW) {
+    const vf a = n - g >= VW ? load(largest, g, 0) : load_tail(largest, g, n - g, 0.0f, 0);
+    const vi tiny = a < splat(TINY), finite = a < splat(INFINITY);
+    const vf scale = (vf)((vi)choose(finite, a / LARGEST, splat(NAN)) & ~tiny);
+    const vf factor = (vf)((vi)(LARGEST / a) & ~tiny);
+    store(factors, g, factor, 0);
+    if (n - g >= VW)
+      store(largest, g, scale, 0);
+    else
+      store_tail(largest, g, scale, n - g, 0);
+  }
 }
 
 // Row r of x, whose first element is number `first` and which has n.
 INLINE void quantize_row(const struct int8_rows *rows, int64_t r, const void *x, int64_t first, int64_t n,
                          const int bf16) {
-  float *scales = rows->scales + r * rows->groups;
-  for (int64_t g = 0; g < rows->groups; g++) {
-    const int64_t left = n - g * GROUP;
-    scales[g] = largest_of(x, first + g * GROUP, left < GROUP ? (int)left : GROUP, bf16);
-  }
-  for (int64_t g = 0; g < rows->groups; g++) {
-    const float largest = scales[g];
-    const int sound = largest >= TINY && largest < INFINITY;
-    const vf factor = splat(sound ? LARGEST / largest : 0.0f);
-    // Infinities and NaN make the row's sums NaN, so that they show.
-    scales[g] = sound ? largest / LARGEST : largest < TINY ? 0.0f : NAN;
-    char *group = rows->numbers + (r * rows->groups + g) * GROUP_BYTES;
-    for (int i = 0; i < GROUP; i += VW) {
-      const int64_t at = g * GROUP + i, left = n - at;
-      vf value = splat(0.0f);
-      if (sound && left >= VW) value = load(x, first + at, bf16);
-      if (sound && left < VW && left > 0) value = load_tail(x, first + at, (int)left, 0.0f, bf16);
-      store_numbers(group, i, (vi)(value * factor + ROUNDER) - 0x4b400000);
+  enum { BLOCK = 64 };
+  float factors[BLOCK + VW];
+  for (int64_t start = 0; start < rows->groups; start += BLOCK) {
+    const int count = rows->groups - start < BLOCK ? (int)(rows->groups - start) : BLOCK;
+    float *scales = rows->scales + r * rows->groups + start;
+    for (int g = 0; g < count; g++) {
+      const int64_t at = (start + g) * GROUP;
+      scales[g] = largest_of(x, first + at, n - at < GROUP ? (int)(n - at) : GROUP, bf16);
     }
-    rows->starts[r * rows->groups + g] = start_of(group);
+    scales_of(scales, factors, count);
+    for (int g = 0; g < count; g++) {
+      char *group = rows->numbers + (r * rows->groups + start + g) * GROUP_BYTES;
+      const vf factor = splat(factors[g]);
+      vi q[GROUP / VW];
+#pragma GCC unroll 8
+      for (int i = 0; i < GROUP / VW; i++) {
+        const int64_t at = (start + g) * GROUP + i * VW, left = n - at;
+        vf value = splat(0.0f);
+        if (left >= VW)
+          value = load(x, first + at, bf16);
+        else if (left > 0)
+          value = load_tail(x, first + at, (int)left, 0.0f, bf16);
+        q[i] = (vi)((vu)(value * factor + ROUNDER) - 0x4b400000u);
+      }
+      rows->starts[r * rows->groups + start + g] = store_group(group, q);
+    }
   }
 }
 
