@@ -11,6 +11,7 @@ from nightmill.records import EngineOptions, ModelSpec
 from nightmill_worker.bench import own_engine
 from nightmill_worker.bench.machine import this_machine
 from nightmill_worker.bench.workload import Workload, WorkloadRow
+from nightmill_worker.cores import claim_cores, find_cores, plan_cores
 from nightmill_worker.engine.roofline import HasRoofline
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model_recipe import ModelRecipe
@@ -21,7 +22,9 @@ class Own:
         directory, spec = Path(given["model"]), ModelSpec(model=given["model"], dtype="bfloat16")
         limits = {name: given[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
         options = EngineOptions(device="cpu", num_threads=given["threads"], **limits)
-        runner = ModelRecipe(directory=directory, spec=spec, options=options).build()
+        cores = find_cores()
+        plan = claim_cores(plan_cores(cores, num_threads=given["threads"]), cores)  # as the engine of a job
+        runner = ModelRecipe(directory=directory, spec=spec, options=options, cores=plan).build()
         max_model_len = ModelConfig.from_directory(directory).resolve_max_model_len(None)
         self.versions = this_machine().versions
         self.settings = {"dtype": "bfloat16", "max_model_len": max_model_len, **limits}
