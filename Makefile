@@ -87,6 +87,12 @@ gpu: $(VENV)/.dev  ## prove and measure everything on a GPU, in at most 8 minute
 bench: $(VENV)/.dev  ## W1–W3: continuous, static and transformers in one run
 	$(BIN)/nightmill bench --workload W1,W2,W3 --policy both --baseline transformers --json bench/last.json
 
+.PHONY: bench-profile
+bench-profile: $(VENV)/.dev  ## where a CPU's time goes in W1–W3, and the host's share of it: bench/profile/
+	$(BIN)/python -m bench.host_share --write bench/profile
+	$(BIN)/py-spy record --rate 100 --output bench/profile/W1.svg -- \
+		$(BIN)/python $(BIN)/nightmill bench --workload W1
+
 ROWS ?= 256
 .PHONY: equal-results
 equal-results: $(VENV)/.dev  ## one job on every instruction set, on one core and without a compiler: the table of who agrees; ROWS=256
