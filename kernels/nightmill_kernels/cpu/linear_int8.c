@@ -9,7 +9,7 @@
 //   others    pairs of int16 (pmaddwd), which a unit splits into without leaving its lane: its even bytes, its odd ones;
 //             rows are stored as int16 in that order. pmaddubsw would be faster, and saturates
 //
-// A gated layer's columns are its gate's and the gated ones in turns of 16, so that a tile holds both of a pair.
+// A gated layer's columns are its gate's and the gated ones in turns of 16, so that a panel holds both of a pair.
 #include <stdlib.h>
 
 #include "gate.h"
@@ -62,17 +62,12 @@ INLINE vi broadcast(const void *from) {
   return (vi){0} + x;
 }
 
-// Where a tile's vector j lies among the panel's columns. Two vectors of a tile are one turn apart.
-INLINE int place(int tile, int j) {
-  return VW == 16 ? tile + j * VW : tile / (2 * TURN) * 2 * TURN + tile % (2 * TURN) / 2 + j * TURN;
-}
-
 // acc[r][j] += Σ of a unit's four inputs; `numbers` are the first row's.
 INLINE void add_unit(vi acc[TILE_ROWS][VECTORS], const char *numbers, int64_t row_bytes, const char *panel, int tile,
                      const int R) {
   vi column[VECTORS];
 #pragma GCC unroll 4
-  for (int j = 0; j < VECTORS; j++) memcpy(&column[j], panel + UNIT * place(tile, j), sizeof(vi));
+  for (int j = 0; j < VECTORS; j++) memcpy(&column[j], panel + UNIT * (tile + j * VW), sizeof(vi));
 #if VNNI
   // Held in registers: the compiler would rather load a column again for each row.
 #pragma GCC unroll 4
@@ -119,7 +114,7 @@ INLINE void tile_rows(float *sums, const struct int8_rows *rows, int64_t row, in
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < VECTORS; j++)
-        total[r][j] = add ? load(sums, r * PANEL + place(tile, j), 0) : splat(0.0f);
+        total[r][j] = add ? load(sums, r * PANEL + tile + j * VW, 0) : splat(0.0f);
     const char *numbers = rows->numbers + at * GROUP_BYTES, *units = panel;
     for (int g = 0; g < depth; g++, numbers += GROUP_BYTES, units += PANEL_GROUP_BYTES) {
       for (int i = 0; i < ahead->lines; i++) __builtin_prefetch(ahead->at + 64 * i, 0, 2);
@@ -142,7 +137,7 @@ INLINE void tile_rows(float *sums, const struct int8_rows *rows, int64_t row, in
 #pragma GCC unroll 3
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < VECTORS; j++) store(sums, r * PANEL + place(tile, j), total[r][j], 0);
+      for (int j = 0; j < VECTORS; j++) store(sums, r * PANEL + tile + j * VW, total[r][j], 0);
   }
 }
 
