@@ -123,7 +123,8 @@ class BenchSession:
         if "static" in o.policies:
             ours.append(own_engine.static(runner, batch_size=o.static_batch, **limits))
         if o.quantization is not None:
-            ours = [dataclasses.replace(engine, name=f"{engine.name} {o.quantization}") for engine in ours]
+            short = {"continuous": o.quantization, "static": f"{o.quantization} static"}  # the table has 80 columns
+            ours = [dataclasses.replace(engine, name=short[engine.name]) for engine in ours]
         contenders: list[comparison.Contender] = [*ours]
         if "transformers" in o.baselines:
             dtype = torch_dtype(self._dtype)
