@@ -1,6 +1,8 @@
 """Recorded decode steps give the bits that the same steps give operator by operator, or are not recorded at all."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,28 @@ def test_large_steps_find_no_buffers_and_are_right(tmp_path: Path, monkeypatch: 
     usual = _build(tmp_path, {})
     answers = [PagedDriver(runner).generate(PROMPTS, max_tokens=5) for runner in (small, usual)]
     assert answers[0] == answers[1]
+
+
+_FIRST_STEP = """
+import json, sys
+from pathlib import Path
+from nightmill.records import EngineOptions, ModelSpec
+from nightmill_kernels.backend import active_isa
+from nightmill_kernels.linear import is_ours
+from nightmill_worker.model.runner import ModelRunnerConfig
+import torch
+from tests.parity.paged_driver import PagedDriver
+spec = ModelSpec(model="tiny", dtype="bfloat16", load_format="dummy")
+options = EngineOptions(page_size=16, pool_bytes=1 << 22, device="cpu")
+runner = ModelRunnerConfig(model_dir=Path(sys.argv[1]), spec=spec, options=options).build()
+PagedDriver(runner).generate([[1, 2, 3]], max_tokens=3)
+print(runner.recordings.num_recorded == is_ours(active_isa(), torch.bfloat16), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_does_not_load_torchs_compiler(tmp_path: Path) -> None:
+    """It takes 1.4 s and 100 MB, in the first decode step of every engine."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    command = [sys.executable, "-c", _FIRST_STEP, str(tmp_path)]
+    output = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
+    assert output.stdout.split() == ["True", "False"]

@@ -151,6 +151,11 @@ class _Foreign(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: for that, torch would import its compiler in the first step of every engine, 1.4 s and 100 MB."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
