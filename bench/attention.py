@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import active_isa, use_isa
+from nightmill_kernels.cpu.huge_pages import zeroed_on_touch
 from nightmill_kernels.cpu.isa import available_isas
 from nightmill_kernels.paged_attention import AttentionMetadata, PrefixGroups, paged_attention
-from nightmill_worker.model.pool import zeroed_on_touch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
 BATCH, SHARED_TOKENS, CHUNK, LAYERS = 64, 384, 512, 8

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import library_for
+from nightmill_kernels.cpu.huge_pages import packed_memory
 from nightmill_kernels.cpu.library import Library, LinearLayer
 from nightmill_kernels.gated_mul import Gate
 
@@ -28,7 +29,7 @@ class PackedLinear:
             weight = weight.contiguous()
         self._layer = LinearLayer.of(weight.dtype, self.outputs, self.inputs, NO_GATE if gate is None else gate.value)
         self._layer.has_bias = bias is not None
-        self._memory = torch.empty(library.linear_bytes(self._layer), dtype=torch.uint8)
+        self._memory = packed_memory(library.linear_bytes(self._layer))
         self._layer.packed = self._memory.data_ptr()
         library.linear_pack(self._layer, weight, None if bias is None else bias.contiguous())
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nightmill_kernels.backend import library_for
+from nightmill_kernels.cpu.huge_pages import packed_memory
 from nightmill_kernels.cpu.library import DTYPES, Int8Call, Int8Layer
 from nightmill_kernels.gated_mul import Gate, gated_mul
 from nightmill_kernels.reference import linear_int8 as reference
@@ -63,7 +64,7 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None, gate: Gate | Non
     num_rows, inputs = weight.shape
     order = _column_order(num_rows, gate)
     num_panels, num_units = len(order) // _PANEL, -(-inputs // reference.GROUP) * reference.GROUP // _UNIT
-    panels = torch.empty(num_panels, num_units, _PANEL, _UNIT, dtype=torch.uint8)
+    panels = packed_memory(num_panels * num_units * _PANEL * _UNIT).view(num_panels, num_units, _PANEL, _UNIT)
     scale, biases = torch.zeros(len(order)), torch.zeros(len(order))
     for first in range(0, len(order), _COLUMNS_AT_ONCE):
         rows = order[first : first + _COLUMNS_AT_ONCE]

@@ -19,6 +19,8 @@ from nightmill.errors import ConfigError, StorageError, StoreError
 Result = TypeVar("Result")
 
 BUSY_TIMEOUT_S = 30.0
+STALLED_S = 20
+"""A process that stands still (stopped, its machine paused) keeps its locks so long: less than a lease lives."""
 _MAX_TRIES = 8
 _MAX_TRIES_AWAY = 16  # about 25 s: a server that crashed is back by then, and leases live for 30 s
 _MIN_SQLITE = (3, 35, 0)  # RETURNING
@@ -190,7 +192,8 @@ def _postgres_engine(url: str) -> Engine:
                 "keepalives_interval": 5,
                 "keepalives_count": 3,
                 "options": "-c statement_timeout=30000 -c lock_timeout=10000"
-                " -c idle_in_transaction_session_timeout=60000",
+                # Transactions wait for nothing but the database: whoever is silent in one stands still.
+                f" -c idle_in_transaction_session_timeout={STALLED_S * 1000}",
             },
         )
     except ModuleNotFoundError as error:

@@ -1,8 +1,5 @@
 """The KV page pool: K and V of every layer, in pages."""
 
-import contextlib
-import math
-import mmap
 from pathlib import Path
 
 import psutil
@@ -11,6 +8,7 @@ from torch import Tensor
 
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions
+from nightmill_kernels.cpu.huge_pages import zeroed_on_touch
 from nightmill_worker.engine.step import PoolShape
 from nightmill_worker.model.config import ModelConfig
 
@@ -91,16 +89,6 @@ def plan_device_host_pages(shape: PoolShape, options: EngineOptions) -> int:
         return options.swap_bytes // bytes_per_page
     budget = min(_LOCKED_BYTES, int(_LOCKED_FRACTION * _available_memory_bytes()))
     return min(budget // bytes_per_page, shape.num_pages // _HOST_POOL_DIVISOR)
-
-
-def zeroed_on_touch(dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that cost neither time nor memory until a page is written: torch.zeros would touch all of it at start."""
-    # Private: shared anonymous memory gets no huge pages.
-    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # kernels built without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(dims)
 
 
 def _size(num_bytes: int) -> str:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nightmill_kernels.cpu.huge_pages import zeroed_on_touch
 from nightmill_kernels.gather_pages import gather_pages, scatter_pages
 from nightmill_worker.engine.step import HostShape
-from nightmill_worker.model.pool import KVPool, zeroed_on_touch
+from nightmill_worker.model.pool import KVPool
 
 _MAX_COPY_BYTES = 16 << 20
 """Of one gather or scatter: bounds what it needs besides the two pools."""
