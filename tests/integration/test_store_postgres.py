@@ -9,13 +9,14 @@ from functools import partial
 
 import pytest
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import DBAPIError
 from tests.contract.store_jobs import PAST, claim_first, commit_all, make_job, make_result
 
 from deploy.native.postgres import Postgres
 from nightmill.errors import FencedError, StoreError
 from nightmill.records import RowCounts, ShardProgress
 from nightmill.states import JobStatus, ShardState
-from nightmill.store import Store
+from nightmill.store import Store, database, janitor_lock
 from nightmill.store.database import Database
 
 
@@ -166,6 +167,40 @@ def test_one_janitor_at_a_time_and_the_next_when_it_dies(postgres_url: str, stor
     with store.janitor_lock() as mine:
         assert mine
     other.close()
+
+
+def test_case_I081_a_janitor_that_stands_still_loses_the_lock(
+    postgres_url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor_lock, "STALLED_S", 1)
+    other = Store(postgres_url)
+    with store.janitor_lock() as mine:
+        assert mine  # and nothing more is heard of us
+        with other._database.engine.connect() as connection, connection.begin():
+            connection.execute(text("SET LOCAL lock_timeout = '60s'"))
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": janitor_lock._KEY})
+        with other.janitor_lock() as theirs:
+            assert theirs
+    with store.janitor_lock() as mine:  # leaving a lock that was lost is no error, and what the pool has is in order
+        assert mine
+    other.close()
+
+
+def test_case_I081_what_a_process_locked_in_a_transaction_is_free_again_when_it_stands_still(
+    postgres_url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_job(store, 1)
+    lease = claim_first(store, "w1", PAST)
+    monkeypatch.setattr(database, "STALLED_S", 1)
+    stalled = Database(postgres_url)
+    with stalled.engine.connect() as connection:
+        connection.execute(text("SELECT 1 FROM shards FOR UPDATE"))  # and no word more
+        store.commit_shard(lease, make_result(lease))
+        with pytest.raises(DBAPIError) as refused:
+            connection.execute(text("SELECT 1"))
+    assert store.job(lease.job_id).num_shards_by_state == {ShardState.COMMITTED: 1}
+    assert database.can_retry(refused.value)
+    stalled.close()
 
 
 def _cut_off_others(connection: Connection) -> None:
