@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from nightmill_kernels.cpu.huge_pages import zeroed_on_touch
 from nightmill_worker.engine.roofline import Ceilings, ModelCost, Roofline
 from nightmill_worker.model.config import DTYPE_BYTES, ModelConfig
 from nightmill_worker.model.linear import Linear
@@ -63,7 +64,8 @@ def _measure_cpu(dtype: torch.dtype, quantization: str | None) -> Ceilings:
     # Packed as the model's layers are: torch's plain product is slower, and a bound below what we reach is none.
     linear = Linear(b) if quantization is None else Int8Linear(b)
     gemm_s = _least_seconds(lambda: linear(a))
-    big = torch.ones(_CPU_READ_BYTES // 4)
+    # In huge pages, as weights and KV are: of smaller ones less is read.
+    big = zeroed_on_touch((_CPU_READ_BYTES // 4,), torch.float32).fill_(1)
     read_s = _least_seconds(big.sum)
     return Ceilings(flops=2 * m * k * n / gemm_s, bytes_per_s=_CPU_READ_BYTES / read_s)
 
