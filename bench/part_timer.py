@@ -146,20 +146,20 @@ class _Replay:
     def __init__(self, function: Any, timer: PartTimer) -> None:
         self.__dict__.update(_function=function, _timer=timer, _whole=timer.timed(function, Part.RECORDED))
 
-    def __call__(self, steps: Any, count: int, stopped_at: Any) -> int:
+    def __call__(self, calls: Any, count: int, step: Any, stopped_at: Any) -> int:
         if not self._timer.split:
-            return int(self._whole(steps, count, stopped_at))
-        from nightmill_kernels.cpu.recording import Op, Step
+            return int(self._whole(calls, count, step, stopped_at))
+        from nightmill_kernels.cpu.recording import Op, Recorded
 
-        names = [Op(steps[i].op).name for i in range(count)]
+        names = [Op(calls[i].op).name for i in range(count)]
         linears = [i for i in range(count) if names[i].startswith("LINEAR")]
         parts = {"ATTENTION": Part.ATTENTION, **{names[i]: Part.LINEARS for i in linears}}
         clock, add, recorded = self._timer.clock, self._timer.add, self._timer.recorded
         for i in range(count):
             part = Part.HEAD if i == linears[-1] else parts.get(names[i], Part.POINTWISE)
-            step = byref(steps, i * sizeof(Step))
+            call = byref(calls, i * sizeof(Recorded))
             started = clock()
-            status = self._function(step, 1, stopped_at)
+            status = self._function(call, 1, step, stopped_at)
             seconds = clock() - started
             add(part, seconds)
             recorded[part] += seconds

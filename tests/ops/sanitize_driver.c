@@ -245,6 +245,37 @@ static void linear(int dtype) {
   expect(nm_linear_rows(&layer, rows, count, 1, numbers(count * inputs, dtype, 1), 3), "nm_linear_rows");
 }
 
+// Rows of a random ascending index.
+static int32_t *ascending(int64_t count, int64_t *kept) {
+  int32_t *index = give(sizeof(int32_t) * (size_t)count);
+  *kept = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (random_below(2)) index[(*kept)++] = (int32_t)i;
+  return index;
+}
+
+static void keep_rows(int dtype) {
+  const int64_t rows = random_below(9), width = between(1, 70), gap = random_below(4), size = dtype == NM_BF16 ? 2 : 4;
+  struct nm_keep call = {.x = numbers(rows ? (rows - 1) * (width + gap) + width : 0, dtype, 0), .rows = rows,
+                         .width = width * size, .stride = (width + gap) * size};
+  call.index = ascending(rows, &call.count);
+  expect(nm_keep_rows(&call), "nm_keep_rows");
+}
+
+// A norm of every token, rows kept, and a norm of those, recorded for one row and replayed for others.
+static void replay(int dtype) {
+  const int64_t tokens = between(1, 9), width = between(1, 70), size = dtype == NM_BF16 ? 2 : 4;
+  void *x = numbers(tokens * width, dtype, 0), *out = numbers(tokens * width, dtype, 1);
+  struct nm_norm norm = {x, NULL, numbers(width, dtype, 0), out, 1, 1, width, width, width, dtype, 2, 1e-5f, 0.0f};
+  struct nm_keep keep = {.x = out, .width = width * size, .stride = width * size};
+  const struct nm_recorded recorded[] = {
+      {NM_OP_RMS_NORM, &norm, NM_TOKENS}, {NM_OP_KEEP_ROWS, &keep, NM_DRAWN}, {NM_OP_RMS_NORM, &norm, NM_DRAWN}};
+  struct nm_step step = {.num_tokens = tokens};
+  step.drawn = ascending(tokens, &step.num_drawn);
+  int64_t stopped_at;
+  expect(nm_replay(recorded, 3, &step, &stopped_at), "nm_replay");
+}
+
 int main(int argc, char **argv) {
   const int rounds = argc > 1 ? atoi(argv[1]) : 100;
   nm_set_parallel(team);
@@ -263,6 +294,10 @@ int main(int argc, char **argv) {
     linear(dtype);
     take_back();
     linear_int8(dtype);
+    take_back();
+    keep_rows(dtype);
+    take_back();
+    replay(dtype);
     take_back();
   }
   return 0;

@@ -5,9 +5,9 @@ from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_int32
 import torch
 
 from nightmill_kernels.cpu import loader, openmp
-from nightmill_kernels.cpu.recording import Op, Recorder, Recording, Step
+from nightmill_kernels.cpu.recording import Op, Recorded, Recorder, Recording, StepCall
 
-ABI = 7
+ABI = 8
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SILU, GELU_TANH = 0, 1
 
@@ -20,6 +20,7 @@ _MESSAGES = {
     6: "a position lies outside the cos_sin table",
     8: "a prefix group's sequences must be decodes, in no other group, whose first pages are the same",
     9: "a row lies outside the packed weight",
+    10: "rows to keep must ascend within those given",
 }
 
 
@@ -187,6 +188,19 @@ class LinearCall(Structure):
     )
 
 
+class KeepCall(Structure):
+    """struct nm_keep."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("index", c_void_p),
+        ("rows", c_int64),
+        ("count", c_int64),
+        ("width", c_int64),
+        ("stride", c_int64),
+    )
+
+
 class Library:
     """One instruction set's library, bound to torch's thread pool. Calls raise ValueError for what C found wrong."""
 
@@ -208,7 +222,8 @@ class Library:
             ("nm_linear", [POINTER(LinearLayer), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int]),
             ("nm_linear_rows", [POINTER(LinearLayer), c_void_p, c_int64, c_int, c_void_p, c_int]),
             ("nm_linear_int8", [POINTER(Int8Call)]),
-            ("nm_replay", [POINTER(Step), c_int64, POINTER(c_int64)]),
+            ("nm_keep_rows", [POINTER(KeepCall)]),
+            ("nm_replay", [POINTER(Recorded), c_int64, POINTER(StepCall), POINTER(c_int64)]),
         ):
             getattr(self._c, name).argtypes = arguments
         self._c.nm_linear_bytes.restype = c_int64
@@ -288,10 +303,14 @@ class Library:
             self._c.nm_linear_rows(byref(layer), rows.data_ptr(), len(rows), wide, out.data_ptr(), threads),
         )
 
-    def replay(self, recording: Recording) -> None:
-        """Do every call of a recording again, in order. ValueError as the call itself would raise it."""
+    def keep_rows(self, call: KeepCall) -> None:
+        """Move rows to the front, in place."""
+        self._noted(Op.KEEP_ROWS, call, _done("keep_rows", self._c.nm_keep_rows(byref(call))))
+
+    def replay(self, recording: Recording, step: StepCall) -> None:
+        """Do every call of a recording again, in order, for a step. ValueError as the call itself would raise it."""
         stopped_at = c_int64(-1)
-        status = self._c.nm_replay(recording.steps(), len(recording), byref(stopped_at))
+        status = self._c.nm_replay(recording.calls(), len(recording), byref(step), byref(stopped_at))
         if status == UNSUPPORTED:
             raise ValueError(f"call {stopped_at.value} of a recording is none that the library takes")
         if status:

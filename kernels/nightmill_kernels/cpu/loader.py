@@ -14,7 +14,7 @@ from pathlib import Path
 from nightmill_kernels.cpu.isa import ISA_FLAGS
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("parallel.c", "pointwise.c", "attention.c", "draw.c", "linear.c", "linear_int8.c", "replay.c")
+SOURCES = ("parallel.c", "pointwise.c", "attention.c", "draw.c", "linear.c", "linear_int8.c", "keep_rows.c", "replay.c")
 HEADERS = (
     "nightmill.h",
     "vec.h",

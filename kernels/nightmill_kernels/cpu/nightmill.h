@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define NM_ABI 7
+#define NM_ABI 8
 #define NM_EXPORT __attribute__((visibility("default")))
 
 enum nm_dtype { NM_F32 = 0, NM_BF16 = 1 };
@@ -26,6 +26,7 @@ enum nm_status {
   NM_NO_MEMORY = 7,
   NM_BAD_GROUP = 8,       // a group's sequences do not share its pages, or one is in two groups, or is no decode
   NM_BAD_ROW = 9,         // a row outside the packed weight
+  NM_BAD_KEEP = 10,       // rows to keep do not ascend within those given
 };
 
 // Runs fn(data) on each of num_threads threads at once and waits: the signature of libgomp's GOMP_parallel.
@@ -155,14 +156,40 @@ struct nm_linear_call {  // the arguments of nm_linear
   int64_t x_stride, out_stride, rows;
   int32_t threads;
 };
+// In place: row i of x becomes row index[i], for each of `count`. What lies behind them stays as it was.
+struct nm_keep {
+  void *x;               // [rows, width], stride bytes between rows
+  const int32_t *index;  // [count], each larger than the one before
+  int64_t rows, count, width, stride;  // width and stride in bytes
+};
+NM_EXPORT int nm_keep_rows(const struct nm_keep *call);
+
 enum nm_op { NM_OP_RMS_NORM = 0, NM_OP_ROPE_STORE = 1, NM_OP_ATTENTION = 2, NM_OP_LINEAR = 3,
-             NM_OP_LINEAR_INT8 = 4 };
-struct nm_step {
+             NM_OP_LINEAR_INT8 = 4, NM_OP_KEEP_ROWS = 5 };
+enum nm_rows { NM_TOKENS = 0, NM_DRAWN = 1 };
+struct nm_recorded {
   int64_t op;
   const void *call;  // the struct that the op's function takes; nm_linear_call for NM_OP_LINEAR
+  int64_t rows;      // how many rows it has: as many as the step has tokens, or as it draws
 };
-// Calls one after the other, up to the first that does not return NM_OK: its place and status.
-NM_EXPORT int nm_replay(const struct nm_step *steps, int64_t count, int64_t *stopped_at);
+// A step of T tokens in S sequences, R of which end in a draw: what a recorded call is told anew each time.
+struct nm_step {
+  const int32_t *positions;      // [T]
+  const int64_t *slots;          // [T]
+  const int32_t *query_starts;   // [S + 1]
+  const int32_t *drawn_starts;   // [S + 1] the same, counting drawn tokens only
+  const int32_t *drawn;          // [R] which tokens, ascending: of each sequence the last ones
+  const int32_t *context_lens;   // [S]
+  const int32_t *page_tables;    // [S, table_width]
+  const int32_t *group_starts, *group_members, *group_pages;  // see nm_attention
+  int64_t num_tokens, num_drawn;
+  int32_t num_sequences, table_width, num_groups, num_members;
+  int32_t groups_draw;           // 1: every member of a group draws
+};
+// Does the calls one after the other, up to the first that does not return NM_OK: its place and status. Those of the
+// drawn rows are left out where there are none.
+NM_EXPORT int nm_replay(const struct nm_recorded *recorded, int64_t count, const struct nm_step *step,
+                        int64_t *stopped_at);
 
 // Internal: parallel.c
 // Calls body(first, last, data) over [0, count) in pieces of at most `grain`, on up to `threads` threads.

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nightmill_kernels.keep_rows import keep_rows
 from nightmill_kernels.rms_norm import add_rms_norm
 from nightmill_worker.model.config import ModelConfig, RopeConfig
 from nightmill_worker.model.layers import Layer, StepTensors
@@ -70,18 +71,24 @@ class Decoder:
     def run_layers(self, residual: Tensor, step: StepTensors) -> Tensor:
         """`forward` from the embedding [T, d] on, which is overwritten."""
         delta: Tensor | None = None
-        buffers = step.buffers
-        last = self._layers[-1]
-        for layer in self._layers:
-            mixed, residual = layer.attend(delta, residual, step)
-            if layer is last and step.sampled is not None:
-                # Nothing reads the other tokens' outputs of the last layer.
-                mixed, residual = mixed[step.sampled], residual[step.sampled]
-                buffers = ANYWHERE  # those are for all tokens
-                if not len(residual):
-                    return residual
-            delta, residual = layer.feed_forward(mixed, residual, buffers)
-        assert delta is not None
+        buffers, last = step.buffers, self._layers[-1]
+        for layer in self._layers[:-1]:
+            q, residual = layer.store(delta, residual, step)
+            delta, residual = layer.feed_forward(layer.attend(q, step.attention, buffers), residual, buffers)
+        q, residual = last.store(delta, residual, step)
+        if step.sampled is None:
+            mixed = last.attend(q, step.attention, buffers)
+        elif not len(step.sampled):
+            return residual[:0]
+        elif step.drawn is not None:
+            # Nothing reads the other tokens' outputs of the last layer.
+            q, residual = keep_rows(q, step.sampled), keep_rows(residual, step.sampled)
+            buffers = buffers.first(len(step.sampled))
+            mixed = last.attend(q, step.drawn, buffers)
+        else:
+            mixed = last.attend(q, step.attention, buffers).index_select(0, step.sampled)
+            residual, buffers = residual.index_select(0, step.sampled), ANYWHERE  # those are for all tokens
+        delta, residual = last.feed_forward(mixed, residual, buffers)
         c = self._config
         hidden, _ = add_rms_norm(
             delta, residual, self._final_norm, c.norm_eps, weight_offset=c.norm_weight_offset, out=buffers.hidden

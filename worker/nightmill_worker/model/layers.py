@@ -26,7 +26,8 @@ class StepTensors:
     positions: Tensor  # int32 [T]
     slots: Tensor  # int64 [T]
     attention: AttentionMetadata
-    sampled: Tensor | None  # int64 [R] indices into T; None: every token, in order
+    sampled: Tensor | None  # int32 or int64 [R] indices into T; None: every token, in order
+    drawn: AttentionMetadata | None = None  # attention of those R alone, which then ascend, int32; None: not prepared
     token_index: Tensor | None = None  # int32 [T] which of token_ids, then of any length, the tokens are
     buffers: LayerBuffers = ANYWHERE
 
@@ -60,8 +61,8 @@ class Layer:
         """Keep K and V there from now on."""
         self._k_pages, self._v_pages = pages
 
-    def attend(self, delta: Tensor | None, residual: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
-        """Attention over everything each token may see, before the output projection.
+    def store(self, delta: Tensor | None, residual: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """Up to attention: K and V of every token into their pages.
 
         Args:
             delta: [T, d], what the layer before adds to the residual; None in the first layer.
@@ -69,7 +70,7 @@ class Layer:
             step: where the tokens stand, and where results go.
 
         Returns:
-            [T, H · D] and the new residual.
+            q [T, H, D] and the new residual.
         """
         c, buffers = self._config, step.buffers
         hidden, residual = self._enter(delta, residual, self._attention_norm, buffers.hidden)
@@ -88,17 +89,22 @@ class Layer:
             cos_sin=self._cos_sin,
             norms=self._head_norms,
         )
+        return q, residual
+
+    def attend(self, q: Tensor, meta: AttentionMetadata, buffers: LayerBuffers = ANYWHERE) -> Tensor:
+        """Attention [T, H · D] of q [T, H, D] over everything each token may see, before the output projection."""
+        c = self._config
         mixed = paged_attention(
             q,
             self._k_pages,
             self._v_pages,
-            step.attention,
+            meta,
             scale=c.attention_scale,
             window=self._window,
             softcap=c.attention_softcap,
             out=buffers.mixed,
         )
-        return mixed.flatten(1), residual
+        return mixed.flatten(1)
 
     def feed_forward(self, mixed: Tensor, residual: Tensor, buffers: LayerBuffers = ANYWHERE) -> tuple[Tensor, Tensor]:
         """Output projection, then the feed-forward part: (what is to be added to the residual, the residual)."""

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from nightmill.errors import ModelError
 from nightmill.records import EngineOptions, ModelSpec
-from nightmill_kernels.metadata import AttentionMetadata, PrefixGroups
 from nightmill_worker.engine.roofline import Roofline
 from nightmill_worker.engine.step import HostShape, PoolShape, StepOutput, StepPlan
 from nightmill_worker.model.config import ModelConfig
 from nightmill_worker.model.config_reader import read_config
-from nightmill_worker.model.decode_recordings import DecodeRecordings
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.device import Device
 from nightmill_worker.model.device_choice import CPU, resolve_limits
@@ -23,17 +21,18 @@ from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.model.device_start import open_device, start_on_device
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
-from nightmill_worker.model.layers import StepTensors
+from nightmill_worker.model.plan_tensors import step_tensors
 from nightmill_worker.model.pool import KVPool, plan_host_pages, plan_pool
 from nightmill_worker.model.quantization import check_quantization
 from nightmill_worker.model.roofline import model_roofline
 from nightmill_worker.model.sampler import sample
+from nightmill_worker.model.step_recordings import StepRecordings
 from nightmill_worker.model.swap import HostPages
 from nightmill_worker.model.weights import ModelWeights, load_weights
-from nightmill_worker.model.workspace import ANYWHERE, LayerBuffers, Workspace
+from nightmill_worker.model.workspace import Workspace
 
 MAX_STEP_TOKENS = 512
-"""Steps of up to so many tokens find their memory ready."""
+"""Steps of up to so many tokens find their memory ready, and are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +120,10 @@ class ModelRunner:
         self._workspace = Workspace(config, weights.embedding.dtype, max_tokens=MAX_STEP_TOKENS)
         decoder = Decoder(config, weights, pool, max_model_len=max_model_len, quantization=quantization)
         self._decoder: Decoder | None = decoder
-        self.recordings: DecodeRecordings | None = DecodeRecordings(
+        self.recordings: StepRecordings | None = StepRecordings(
             decoder,
             self._workspace,
-            max_rows=MAX_STEP_TOKENS,
-            max_pages=-(-max_model_len // shape.page_size),
+            max_tokens=MAX_STEP_TOKENS,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
         )
@@ -178,7 +176,7 @@ class ModelRunner:
         decoder = self._loaded()
         recorded = None if self.recordings is None else self.recordings.logits(plan)
         if recorded is not None:
-            return decoder.shape_logits(recorded)
+            return decoder.shape_logits(recorded) if len(recorded) else None
         hidden = decoder.forward(step_tensors(plan, self._workspace.take(plan.num_tokens)))
         return decoder.logits(hidden) if len(hidden) else None
 
@@ -191,40 +189,3 @@ class ModelRunner:
         if self._decoder is None:
             raise RuntimeError("this runner is closed")
         return self._decoder
-
-
-def step_tensors(plan: StepPlan, buffers: LayerBuffers = ANYWHERE) -> StepTensors:
-    """The plan's arrays as tensors that share their memory, and where the layers put their results."""
-    token_index = plan.sample.token_index
-    return StepTensors(
-        token_ids=_share(plan.token_ids),
-        positions=_share(plan.positions),
-        slots=_share(plan.slots),
-        attention=AttentionMetadata(
-            query_starts=_share(plan.query_starts),
-            context_lens=_share(plan.context_lens),
-            page_tables=_share(plan.page_tables),
-            max_query_len=int(np.diff(plan.query_starts).max(initial=0)),
-            groups=None
-            if plan.groups is None
-            else PrefixGroups(
-                starts=_share(plan.groups.starts),
-                sequences=_share(plan.groups.sequences),
-                num_pages=_share(plan.groups.num_pages),
-            ),
-        ),
-        sampled=None
-        if _is_every_token(token_index, plan.num_tokens)
-        else torch.from_numpy(token_index.astype(np.int64)),
-        buffers=buffers,
-    )
-
-
-def _is_every_token(token_index: NDArray[np.int32], num_tokens: int) -> bool:
-    """Decode steps draw for each token in order: no row needs to be picked."""
-    return len(token_index) == num_tokens and bool((token_index == np.arange(num_tokens, dtype=np.int32)).all())
-
-
-def _share(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-    # Read-only arrays make torch warn; nothing here writes to them.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,6 +1,6 @@
 """Memory that every layer of a step writes its results to: allocated once, warm in the caches, at fixed places."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ class LayerBuffers:
     mixed: Tensor | None = None  # [T, H, D]
     delta: Tensor | None = None  # [T, d]
     gated: Tensor | None = None  # [T, f]
+
+    def first(self, num_tokens: int) -> "LayerBuffers":
+        """For fewer tokens, at the same place."""
+        return LayerBuffers(**{f.name: _first(getattr(self, f.name), num_tokens) for f in fields(self)})
+
+
+def _first(buffer: Tensor | None, num_tokens: int) -> Tensor | None:
+    return None if buffer is None else buffer[:num_tokens]
 
 
 ANYWHERE = LayerBuffers()
