@@ -54,8 +54,8 @@ class PackedLinear:
         self._library.linear(self._layer, x, out)
         return out
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight [R, inputs], as they were: an embedding lookup. Index int32 or int64 [R].
+    def rows(self, index: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows of the weight [R, inputs], as they were: an embedding lookup. Index int32 or int64 [R]; `out`: where to.
 
         Raises:
             ValueError: A row that does not exist, or a gated layer.
@@ -64,7 +64,12 @@ class PackedLinear:
             raise ValueError("a layer with a gate keeps no rows")
         if index.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"rows are numbered by int32 or int64, not {index.dtype}")
-        out = torch.empty(len(index), self.inputs, dtype=self._dtype)
+        if out is None:
+            out = torch.empty(len(index), self.inputs, dtype=self._dtype)
+        elif out.shape != (len(index), self.inputs) or out.dtype != self._dtype or not out.is_contiguous():
+            raise ValueError(
+                f"out {out.dtype} {tuple(out.shape)} must be {self._dtype} {(len(index), self.inputs)}, contiguous"
+            )
         self._library.linear_rows(self._layer, index.contiguous(), out)
         return out
 

@@ -107,6 +107,11 @@ def test_the_weights_rows_can_be_read(
     index = torch.randint(shape[0], (50,), generator=torch.Generator().manual_seed(0)).to(kind)
     assert torch.equal(layer.rows(index), weight[index.long()])
     assert layer.rows(index[:0]).shape == (0, shape[1])
+    place = torch.full((50, shape[1]), torch.nan, dtype=dtype)
+    assert layer.rows(index, place) is place
+    assert torch.equal(place, weight[index.long()])
+    with pytest.raises(ValueError, match="contiguous"):
+        layer.rows(index, place[1:])
     for bad in (-1, shape[0]):
         with pytest.raises(ValueError, match="outside the packed weight"):
             layer.rows(torch.tensor([0, bad], dtype=kind))

@@ -54,7 +54,10 @@ def test_a_tied_head_gives_back_its_rows(isa: str, dtype: torch.dtype) -> None:
     weight = torch.randn(70, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     index = torch.tensor([69, 0, 3, 3], dtype=torch.int32)
     with torch.inference_mode(), use_isa(isa):
-        assert torch.equal(Linear(weight, has_rows=True).rows(index), weight[index.long()])
+        layer, place = Linear(weight, has_rows=True), torch.full((4, 40), torch.nan, dtype=dtype)
+        assert torch.equal(layer.rows(index), weight[index.long()])
+        assert layer.rows(index, place) is place
+        assert torch.equal(place, weight[index.long()])
 
 
 def test_rows_that_were_not_asked_for_are_not_there() -> None:

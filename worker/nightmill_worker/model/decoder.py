@@ -4,14 +4,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nightmill_kernels.keep_rows import keep_rows
 from nightmill_kernels.rms_norm import add_rms_norm
 from nightmill_worker.model.config import ModelConfig, RopeConfig
 from nightmill_worker.model.layers import Layer, StepTensors
-from nightmill_worker.model.linear import Linear
+from nightmill_worker.model.linear import Linear, rows_of
 from nightmill_worker.model.pool import KVPool
 from nightmill_worker.model.quantization import linear_maker
 from nightmill_worker.model.rope import rope_table
@@ -37,8 +36,8 @@ class Decoder:
         self._config = config
         self._lm_head = Linear(weights.lm_head, has_rows=weights.is_tied)
         # A tied embedding is looked up in the head, wherever that has its weight: one copy.
-        self._embed: Callable[[Tensor], Tensor] = (
-            self._lm_head.rows if weights.is_tied else partial(F.embedding, weight=weights.embedding)
+        self._embed: Callable[[Tensor, Tensor | None], Tensor] = (
+            self._lm_head.rows if weights.is_tied else partial(rows_of, weights.embedding)
         )
         self._final_norm = weights.final_norm
         # As transformers: the factor is rounded to the model's dtype first.
@@ -59,11 +58,11 @@ class Decoder:
         token_ids = step.token_ids
         if step.token_index is not None:
             token_ids = token_ids.index_select(0, step.token_index)
-        return self.run_layers(self.embed(token_ids), step)
+        return self.run_layers(self.embed(token_ids, step.buffers.residual), step)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[T, d] of token ids [T], int32 or int64: what the first layer gets."""
-        residual = self._embed(token_ids)
+    def embed(self, token_ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, d] of token ids [T], int32 or int64: what the first layer gets; into `out` if it is given."""
+        residual = self._embed(token_ids, out)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         return residual

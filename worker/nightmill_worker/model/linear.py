@@ -52,16 +52,21 @@ class Linear:
         result = F.linear(x, self._plain(), self._bias) if packed is None else _packed_linear(x, packed, self._bias)
         return result if self._gate is None else gated_mul(result, self._gate)
 
-    def rows(self, index: Tensor) -> Tensor:
+    def rows(self, index: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, in], rows of the weight by their numbers, int32 or int64 [R]; the layer was made with `has_rows`."""
         if isinstance(self._packed, PackedLinear):
-            return self._packed.rows(index)
-        return F.embedding(index, self._plain())
+            return self._packed.rows(index, out)
+        return rows_of(self._plain(), index, out)
 
     def _plain(self) -> Tensor:
         if self._weight is None:
             raise RuntimeError("the rows of a weight packed by oneDNN cannot be read: make the layer with has_rows")
         return self._weight
+
+
+def rows_of(weight: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """[R, in], rows of a plain weight by their numbers, int32 or int64 [R]; `out`: where to."""
+    return F.embedding(index, weight) if out is None else torch.index_select(weight, 0, index, out=out)
 
 
 def _pack(weight: Tensor) -> Tensor:

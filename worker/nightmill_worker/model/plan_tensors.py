@@ -18,11 +18,11 @@ def step_tensors(plan: StepPlan, buffers: LayerBuffers = ANYWHERE) -> StepTensor
     is_every = draws_every_token(plan)
     drawn = None if is_every else find_drawn(plan)
     return StepTensors(
-        token_ids=_share(plan.token_ids),
-        positions=_share(plan.positions),
-        slots=_share(plan.slots),
+        token_ids=share(plan.token_ids),
+        positions=share(plan.positions),
+        slots=share(plan.slots),
         attention=_attention(plan, plan.query_starts, plan.groups),
-        sampled=None if is_every else _share(plan.sample.token_index),
+        sampled=None if is_every else share(plan.sample.token_index),
         drawn=None if drawn is None else drawn_attention(plan, drawn),
         buffers=buffers,
     )
@@ -35,18 +35,19 @@ def drawn_attention(plan: StepPlan, drawn: DrawnTokens) -> AttentionMetadata:
 
 def _attention(plan: StepPlan, starts: NDArray[np.int32], groups: step.PrefixGroups | None) -> AttentionMetadata:
     return AttentionMetadata(
-        query_starts=_share(starts),
-        context_lens=_share(plan.context_lens),
-        page_tables=_share(plan.page_tables),
+        query_starts=share(starts),
+        context_lens=share(plan.context_lens),
+        page_tables=share(plan.page_tables),
         max_query_len=int(np.diff(starts).max(initial=0)),
         groups=None
         if groups is None
         else PrefixGroups(
-            starts=_share(groups.starts), sequences=_share(groups.sequences), num_pages=_share(groups.num_pages)
+            starts=share(groups.starts), sequences=share(groups.sequences), num_pages=share(groups.num_pages)
         ),
     )
 
 
-def _share(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+def share(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+    """The array as a tensor, to be read only."""
     # Read-only arrays make torch warn; nothing here writes to them.
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -124,7 +124,6 @@ class ModelRunner:
             decoder,
             self._workspace,
             max_tokens=MAX_STEP_TOKENS,
-            hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
         )
 

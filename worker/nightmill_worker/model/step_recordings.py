@@ -20,8 +20,8 @@ from nightmill_worker.engine.step import StepPlan
 from nightmill_worker.model.decoder import Decoder
 from nightmill_worker.model.drawn_tokens import DrawnTokens, find_drawn
 from nightmill_worker.model.layers import StepTensors
-from nightmill_worker.model.plan_tensors import drawn_attention, step_tensors
-from nightmill_worker.model.workspace import ANYWHERE, Workspace
+from nightmill_worker.model.plan_tensors import drawn_attention, share, step_tensors
+from nightmill_worker.model.workspace import Workspace
 
 _Key = tuple[str, int]  # instruction set, threads
 
@@ -29,22 +29,18 @@ _Key = tuple[str, int]  # instruction set, threads
 class StepRecordings:
     """The recordings of one model, and the places that they read a step's tokens from and write its logits to."""
 
-    def __init__(
-        self, decoder: Decoder, workspace: Workspace, *, max_tokens: int, hidden_size: int, vocab_size: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, workspace: Workspace, *, max_tokens: int, vocab_size: int) -> None:
         """
         Args:
             decoder: Its page pool must stay where it is.
             workspace: For steps of at least `max_tokens` tokens.
             max_tokens: Larger steps are not recorded.
-            hidden_size: d.
             vocab_size: V.
         """
         self._decoder = decoder
         self._workspace = workspace
         self._max_tokens = max_tokens
-        self._hidden_size, self._vocab_size = hidden_size, vocab_size
-        self._residual: Tensor | None = None  # [max_tokens, d], made for the first step that is recorded
+        self._vocab_size = vocab_size
         self._logits: Tensor | None = None  # [num_logit_rows, V]
         self._recordings: dict[_Key, Recording] = {}
         self._refused = False
@@ -69,7 +65,7 @@ class StepRecordings:
         drawn = find_drawn(plan)
         if drawn is None:
             return None
-        residual = self._decoder.embed(torch.from_numpy(plan.token_ids))
+        residual = self._workspace.residual(plan.num_tokens)
         library = library_for(residual)
         if library is None:
             return None
@@ -77,8 +73,8 @@ class StepRecordings:
         recording = self._recordings.get(key)
         if recording is None and not len(drawn.index):
             return None  # it would record half of the calls
-        self._stage(residual)
-        logits = self._room(len(drawn.index))
+        self._decoder.embed(share(plan.token_ids), residual)
+        logits = self._room(len(drawn.index), residual.dtype)
         if recording is None:
             recording = self._record(library, plan, drawn, logits)
             if recording is not None:
@@ -88,29 +84,20 @@ class StepRecordings:
         library.replay(recording, _step_call(plan, drawn))
         return logits
 
-    def _stage(self, residual: Tensor) -> None:
-        if self._residual is None:
-            self._residual = torch.empty(self._max_tokens, self._hidden_size, dtype=residual.dtype)
-        self._residual[: len(residual)] = residual
-
-    def _room(self, num_drawn: int) -> Tensor:
+    def _room(self, num_drawn: int, dtype: torch.dtype) -> Tensor:
         """Logits of so many rows, always at the same place but for steps that draw more than any before."""
-        assert self._residual is not None
         if self._logits is None or len(self._logits) < num_drawn:
             self._logits = None  # before the next ones: there may be no room for both
             rows = min(1 << (num_drawn - 1).bit_length(), self._max_tokens) if num_drawn else 0
-            self._logits = torch.empty(rows, self._vocab_size, dtype=self._residual.dtype)
+            self._logits = torch.empty(rows, self._vocab_size, dtype=dtype)
             for recording in self._recordings.values():
                 _head(recording).out = self._logits.data_ptr()
         return self._logits[:num_drawn]
 
     def _record(self, library: Library, plan: StepPlan, drawn: DrawnTokens, logits: Tensor) -> Recording | None:
-        assert self._residual is not None
         step = self._step(plan, drawn)
-        if step.buffers is ANYWHERE:
-            return None
         with _Foreign() as foreign, library.recorder.recording() as recording:
-            hidden = self._decoder.run_layers(self._residual[: plan.num_tokens], step)
+            hidden = self._decoder.run_layers(self._workspace.residual(plan.num_tokens), step)
             self._decoder.project(hidden, logits)
         is_whole = foreign.found is None and recording.has_rows(plan.num_tokens, len(drawn.index))
         self._refused = not is_whole
@@ -121,7 +108,7 @@ class StepRecordings:
         step = step_tensors(plan, self._workspace.take(plan.num_tokens))
         if step.sampled is not None:
             return step
-        return replace(step, sampled=torch.from_numpy(drawn.index.copy()), drawn=drawn_attention(plan, drawn))
+        return replace(step, sampled=share(drawn.index), drawn=drawn_attention(plan, drawn))
 
 
 class _Foreign(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

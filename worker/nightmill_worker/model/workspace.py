@@ -10,8 +10,9 @@ from nightmill_worker.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBuffers:
-    """Where a layer of T tokens puts what it computes; None: wherever memory is found."""
+    """Where a step of T tokens puts what it computes; None: wherever memory is found."""
 
+    residual: Tensor | None = None  # [T, d]
     hidden: Tensor | None = None  # [T, d]
     qkv: Tensor | None = None  # [T, (H + 2 Hk) · D]
     mixed: Tensor | None = None  # [T, H, D]
@@ -39,6 +40,7 @@ class Workspace:
         self._max_tokens = max_tokens
         self._shape = (c.num_heads, c.head_dim)
         widths = {
+            "residual": c.hidden_size,
             "hidden": c.hidden_size,
             "qkv": (c.num_heads + 2 * c.num_kv_heads) * c.head_dim,
             "mixed": c.num_heads * c.head_dim,
@@ -47,6 +49,10 @@ class Workspace:
         }
         self._memory = {name: torch.empty(max_tokens, width, dtype=dtype) for name, width in widths.items()}
         self._last: tuple[int, LayerBuffers] = (0, ANYWHERE)
+
+    def residual(self, num_tokens: int) -> Tensor:
+        """That buffer alone, of at most `max_tokens` rows."""
+        return self._memory["residual"][:num_tokens]
 
     def take(self, num_tokens: int) -> LayerBuffers:
         """The buffers' first rows; always the same memory."""
