@@ -19,48 +19,24 @@ enum {
   MAX_PARTIALS = 1 << 24,  // floats of partial results above which they are not spread: 64 MB
 };
 
-struct part {  // a unit of scheduling
-  int64_t tile;
-  int32_t segment;  // the one segment to sum up into `partial`, or ALL_SEGMENTS: finish the tile
-  int64_t partial;  // in floats
-};
-enum { ALL_SEGMENTS = -1 };
-
-struct work {
-  const struct nm_attention *call;
-  struct tile *tiles;
-  struct part *parts;
-  float *partials;
-  struct group *groups;
-  struct place *places;
-  struct tile *group_tiles;
-  float *states;
-  int64_t num_tiles, num_parts, num_floats, num_group_tiles;
-};
-
 static int num_segments(const struct tile *tile) {
   return tile->high <= tile->low ? 0 : (tile->high - 1) / SEGMENT - tile->low / SEGMENT + 1;
 }
 
-static int first_block(const struct tile *tile) { return larger(tile->resume, tile->low / KEYS * KEYS); }
+static int64_t partial_size(const struct nm_attention *call, const struct tile *tile) {
+  return (int64_t)tile->count * (call->heads / call->kv_heads) * (call->head_dim + 1 + VW);
+}
 
-static void run_part(const struct work *work, const struct part *part, const struct part *following) {
+#include "tasks.h"
+
+// Sums a tile up and writes its rows.
+static void finish(const struct work *work, const struct tile *tile, struct scratch *s) {
   const struct nm_attention *call = work->call;
-  const struct tile *tile = work->tiles + part->tile;
-  struct scratch *s = &thread_scratch;
-  __asm__("" : "+r"(s));  // else the compiler looks the thread's address up again in the innermost loops
   const int rows = tile->count * (call->heads / call->kv_heads), dim = call->head_dim;
-  s->ahead = following ? work->tiles + following->tile : NULL;
-  if (following)
-    s->ahead_key = following->segment == ALL_SEGMENTS ? first_block(s->ahead) : following->segment * SEGMENT;
-  load_queries(call, tile, s);
-  if (part->segment != ALL_SEGMENTS) {
-    segment_of(call, tile, s, sums_at(work->partials + part->partial, rows, dim), part->segment);
-    return;
-  }
   const struct sums total = {s->acc[0], s->m[0], s->l[0]}, next = {s->acc[1], s->m[1], s->l[1]};
   const int begin = tile->low / SEGMENT, end = begin + num_segments(tile);
   int segment = begin + 1;
+  load_queries(call, tile, s);
   if (tile->resume > 0)
     segment = resume(call, tile, s, work->states);
   else
@@ -72,24 +48,40 @@ static void run_part(const struct work *work, const struct part *part, const str
   emit(call, tile, total);
 }
 
-static void run_parts(int64_t first, int64_t last, void *data) {
-  const struct work *work = data;
-  for (int64_t i = first; i < last; i++) {
-    run_part(work, work->parts + i, i + 1 < last ? work->parts + i + 1 : NULL);
-  }
-#if HAVE_AMX
-  release_tiles(&thread_scratch);
-#endif
+// One segment of a tile, into the place for its result.
+static void sum_segment(const struct work *work, const struct tile *tile, struct scratch *s, int segment) {
+  const struct nm_attention *call = work->call;
+  const int rows = tile->count * (call->heads / call->kv_heads);
+  float *to = work->partials + tile->partial + segment * partial_size(call, tile);
+  load_queries(call, tile, s);
+  segment_of(call, tile, s, sums_at(to, rows, call->head_dim), tile->low / SEGMENT + segment);
 }
 
-static void run_groups(int64_t first, int64_t last, void *data) {
+static void run_tasks(int64_t first, int64_t last, void *data) {
   const struct work *work = data;
+  struct scratch *s = &thread_scratch;
+  __asm__("" : "+r"(s));  // else the compiler looks the thread's address up again in the innermost loops
   for (int64_t i = first; i < last; i++) {
-    const struct tile *tile = work->group_tiles + i;
-    run_group(work->call, tile, work->groups + tile->first_part, work->states);
+    const struct task *task = work->tasks + i;
+    const struct tile *const *after = work->after + task->first;
+    s->ahead = task->count ? after[0] : NULL;
+    start_fetch(work->call, task->tile, after, task->count, &s->fetch);
+    if (task->tile == NULL)
+      ;
+    else if (task->tile->members)
+      run_group(work->call, task->tile, s, work->groups + task->tile->group, work->states);
+    else if (task->segment == ALL_SEGMENTS)
+      finish(work, task->tile, s);
+    else
+      sum_segment(work, task->tile, s, task->segment);
+    for (int64_t k = 0; k < task->count; k++) {
+      s->ahead = k + 1 < task->count ? after[k + 1] : NULL;
+      s->fetch.place = s->fetch.num_tiles;
+      finish(work, after[k], s);
+    }
   }
 #if HAVE_AMX
-  release_tiles(&thread_scratch);
+  release_tiles(s);
 #endif
 }
 
@@ -98,12 +90,12 @@ static void merge_tiles(int64_t first, int64_t last, void *data) {
   const struct nm_attention *call = work->call;
   for (int64_t i = first; i < last; i++) {
     const struct tile *tile = work->tiles + i;
-    const struct part *part = work->parts + tile->first_part;
-    if (part->segment == ALL_SEGMENTS) continue;
+    if (tile->partial < 0) continue;
     const int rows = tile->count * (call->heads / call->kv_heads), dim = call->head_dim;
-    const struct sums total = sums_at(work->partials + part->partial, rows, dim);
+    float *at = work->partials + tile->partial;
+    const struct sums total = sums_at(at, rows, dim);
     for (int k = 1; k < num_segments(tile); k++)
-      merge(total, sums_at(work->partials + part[k].partial, rows, dim), rows, dim);
+      merge(total, sums_at(at + k * partial_size(call, tile), rows, dim), rows, dim);
     emit(call, tile, total);
   }
 }
@@ -155,25 +147,16 @@ static int64_t list_tiles(const struct nm_attention *c, struct tile *out) {
   return count;
 }
 
-static int64_t list_parts(struct work *work, int split, struct part *out) {
-  const int group = work->call->heads / work->call->kv_heads;
-  int64_t count = 0;
-  work->num_floats = 0;
+// Places for the segments of tiles, if they are to be spread; returns how many floats.
+static int64_t place_partials(struct work *work, int spread) {
+  int64_t floats = 0;
   for (int64_t i = 0; i < work->num_tiles; i++) {
     struct tile *tile = work->tiles + i;
-    const int segments = num_segments(tile), begin = tile->low / SEGMENT;
-    tile->first_part = count;
-    if (!split || segments < 2 || tile->resume > 0) {
-      if (out) out[count] = (struct part){i, ALL_SEGMENTS, 0};
-      count++;
-      continue;
-    }
-    for (int k = 0; k < segments; k++, count++) {
-      if (out) out[count] = (struct part){i, begin + k, work->num_floats};
-      work->num_floats += (int64_t)tile->count * group * (work->call->head_dim + 1 + VW);
-    }
+    const int segments = num_segments(tile);
+    tile->partial = spread && segments > 1 && tile->resume == 0 ? floats : -1;
+    if (tile->partial >= 0) floats += segments * partial_size(work->call, tile);
   }
-  return count;
+  return floats;
 }
 
 static void clear_unowned(const struct nm_attention *c) {
@@ -200,10 +183,11 @@ static int plan_groups(struct work *work) {
   list_group_tiles(call, work->groups, work->group_tiles);
   for (int64_t i = 0; i < work->num_tiles; i++) {
     struct tile *tile = work->tiles + i;
-    const struct place place = work->places[tile->sequence];
-    if (place.group < 0) continue;
-    tile->resume = work->groups[place.group].keys;
-    tile->state = state_of(work->groups + place.group, tile->kv_head, place.index);
+    struct place *place = work->places + tile->sequence;
+    if (tile->kv_head == 0) place->tile = i;
+    if (place->group < 0) continue;
+    tile->resume = work->groups[place->group].keys;
+    tile->state = state_of(work->groups + place->group, tile->kv_head, place->index);
   }
   return NM_OK;
 }
@@ -226,20 +210,15 @@ int nm_paged_attention(const struct nm_attention *call) {
   result = plan_groups(&work);
   if (result != NM_OK) goto done;
   result = NM_NO_MEMORY;
-  int split = call->threads > 1 && work.num_tiles < (int64_t)SPLIT_FACTOR * call->threads;
-  work.num_parts = list_parts(&work, split, NULL);
-  if (work.num_floats > MAX_PARTIALS) work.num_parts = list_parts(&work, split = 0, NULL);
-  work.parts = malloc(sizeof(struct part) * (size_t)work.num_parts);
-  if (!work.parts) goto done;
-  list_parts(&work, split, work.parts);
-  if (work.num_floats > 0) {
-    work.partials = malloc(sizeof(float) * (size_t)work.num_floats);
+  const int spread = call->threads > 1 && work.num_tiles < (int64_t)SPLIT_FACTOR * call->threads;
+  int64_t floats = place_partials(&work, spread);
+  if (floats > MAX_PARTIALS) floats = place_partials(&work, 0);
+  if (floats > 0) {
+    work.partials = malloc(sizeof(float) * (size_t)floats);
     if (!work.partials) goto done;
   }
-  nm_for(work.num_group_tiles, 1, call->threads, run_groups, &work);
-  // A few at a time where there are many: then the next one's first keys are on their way while one is computed.
-  const int64_t plenty = work.num_parts / (8 * larger(1, call->threads));
-  nm_for(work.num_parts, plenty < 4 ? plenty : 4, call->threads, run_parts, &work);
+  if (!list_tasks(&work)) goto done;
+  nm_for(work.num_tasks, 1, call->threads, run_tasks, &work);
   if (work.partials) nm_for(work.num_tiles, 1, call->threads, merge_tiles, &work);
   result = NM_OK;
 done:
@@ -248,7 +227,8 @@ done:
   free(work.places);
   free(work.groups);
   free(work.partials);
-  free(work.parts);
+  free(work.tasks);
+  free(work.after);
   free(work.tiles);
   return result;
 }

@@ -24,6 +24,7 @@ struct group {
 
 struct place {
   int32_t group, index;  // of a sequence; group -1: in none
+  int64_t tile;          // the one of its first KV head
 };
 
 static int state_sums(const struct group *group) { return group->keys > SEGMENT && group->keys % SEGMENT ? 2 : 1; }
@@ -52,14 +53,11 @@ static void sums_of_scratch(struct scratch *s, struct sums out[2]) {
   for (int i = 0; i < 2; i++) out[i] = (struct sums){s->acc[i], s->m[i], s->l[i]};
 }
 
-static void run_group(const struct nm_attention *call, const struct tile *tile, const struct group *group,
-                      float *states) {
-  struct scratch *s = &thread_scratch;
-  __asm__("" : "+r"(s));
+static void run_group(const struct nm_attention *call, const struct tile *tile, struct scratch *s,
+                      const struct group *group, float *states) {
   const int heads = call->heads / call->kv_heads, rows = tile->count * heads, dim = call->head_dim;
   struct sums mine[2], its[2];
   sums_of_scratch(s, mine);
-  s->ahead = NULL;
   load_queries(call, tile, s);
   segment_of(call, tile, s, mine[0], 0);
   for (int segment = 1; segment * SEGMENT < tile->high; segment++) {
@@ -106,7 +104,7 @@ static int64_t list_groups(const struct nm_attention *c, struct group *groups, s
       const int32_t *own = c->page_tables + (int64_t)s * c->table_width;
       if (table && memcmp(table, own, sizeof(int32_t) * (size_t)pages)) return -1;
       table = own;
-      places[s] = (struct place){g, i};
+      places[s] = (struct place){g, i, 0};
     }
     struct group *group = groups + g;
     *group = (struct group){members, (int32_t)count, (int32_t)(pages * c->page_size / KEYS * KEYS), floats, 0};
@@ -120,7 +118,7 @@ static int64_t state_of(const struct group *group, int kv_head, int index) {
   return group->state + ((int64_t)kv_head * group->count + index) * group->size;
 }
 
-// Tiles of the groups, KV head by KV head; returns how many. NULL only counts. `first_part` is the group.
+// Tiles of the groups, KV head by KV head; returns how many. NULL only counts.
 static int64_t list_group_tiles(const struct nm_attention *c, const struct group *groups, struct tile *out) {
   const int heads = c->heads / c->kv_heads, most = larger(1, smaller(MAX_ROWS, STATE / c->head_dim) / heads);
   const int wanted = TILES_PER_THREAD * c->threads / (c->kv_heads * larger(1, num_groups(c)));
@@ -134,7 +132,7 @@ static int64_t list_group_tiles(const struct nm_attention *c, const struct group
         const int n = (group->count - first) / (pieces - i);
         if (out)
           out[count] = (struct tile){.sequence = group->members[0], .kv_head = h, .count = n, .high = group->keys,
-                                     .first_part = g, .members = group->members + first,
+                                     .group = g, .members = group->members + first,
                                      .state = state_of(group, h, first)};
         first += n;
       }

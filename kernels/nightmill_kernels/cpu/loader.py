@@ -25,6 +25,7 @@ HEADERS = (
     "tile_strip.h",
     "tile.h",
     "groups.h",
+    "tasks.h",
     "elementary.h",
     "gate.h",
     "linear_int8_rows.h",

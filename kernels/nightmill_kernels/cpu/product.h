@@ -31,7 +31,8 @@ enum {
 
 typedef uint32_t unit;
 
-// A block of keys, and what is to be asked of memory meanwhile, a line with each vector that is used.
+// A block of keys, and groups to be asked of memory meanwhile: `ahead` lines with each step of the inner loop. A line
+// with every vector that is used (PANEL_VECTORS) is the block after this one; with fewer it is as many groups.
 struct block {
   const unit *k[KEYS / GROUP], *v[KEYS / GROUP];  // all of them somewhere, if only to be multiplied in vain
   const char *next_k[KEYS / GROUP], *next_v[KEYS / GROUP];
@@ -52,7 +53,7 @@ INLINE void multiply(vf acc[STRIP][PANEL_VECTORS], const unit *a, int64_t a_stri
     for (int j = 0; j < N; j++) {
       __asm__("" : "+r"(from[j]));
       memcpy(&column[j], from[j] + d * b_stride, sizeof(vf));
-      if (ahead) __builtin_prefetch(next[j] + d * next_step, 0, 2);
+      if (j < ahead) __builtin_prefetch(next[j] + d * next_step, 0, 2);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
@@ -129,10 +130,11 @@ INLINE void value_panel(float *out, int head_dim, const unit *weights, const str
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) {
       from[j] = block->v[g] + c + j * VW;
-      next[j] = block->next_v[g] + (c + j * VW) * 4;
+      next[j] = ahead == PANEL_VECTORS ? block->next_v[g] + (c + j * VW) * 4
+                                       : block->next_v[j] + (c / (PANEL_VECTORS * VW) * (KEYS / 2) + g * depth) * 64;
     }
-    multiply(acc, weights + g * depth, pair ? KEYS / 2 : KEYS, from, head_dim, next, head_dim * 4, depth, R, N, pair,
-             ahead);
+    multiply(acc, weights + g * depth, pair ? KEYS / 2 : KEYS, from, head_dim, next,
+             ahead == PANEL_VECTORS ? head_dim * 4 : 64, depth, R, N, pair, ahead);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)

@@ -24,6 +24,15 @@ struct sums {  // a tile's running softmax
   float *l;    // [rows, VW] Σ 2^(score - m), lane by lane
 };
 
+// Groups of keys to be asked of memory while a tile is computed that waits for none: those of the tiles after it.
+struct fetch {
+  const struct tile *const *tiles;
+  int64_t num_tiles, place;   // the first `place` are asked for
+  int32_t key;                // of the next one, from which group on
+  int32_t rate, credit;       // groups for a strip, and what is left of earlier strips', in units of 1 / FETCH_UNIT
+};
+enum { FETCH_UNIT = 256, FETCH_GROUPS = 2 };  // at most so many groups with a strip
+
 struct scratch {
   unit q[STATE], k[KEYS * MAX_HEAD_DIM], v[KEYS * MAX_HEAD_DIM];  // groups that are not used as they lie
   float acc[2][STATE], m[2][MAX_ROWS], l[2][MAX_ROWS * VW];
@@ -33,8 +42,8 @@ struct scratch {
   float shift[MAX_ROWS], limit[MAX_ROWS];   // of the sums being added to: -m, and the score from which m must move
   int32_t low[MAX_ROWS], high[MAX_ROWS];    // keys [low, high) are visible to the row
   struct block block;
-  const struct tile *ahead;  // NULL, or the tile this thread computes next, from key `ahead_key` on
-  int32_t ahead_key;
+  const struct tile *ahead;  // NULL, or the tile this thread computes next
+  struct fetch fetch;        // what it computes after that
   int paired;     // pages are groups already: nm_paired
   int tile_rows;  // of AMX's tiles as they are configured; 0: not at all
 #if HAVE_AMX
@@ -151,12 +160,18 @@ INLINE void weigh_row(const struct scratch *s, float *x, uint16_t *weights, floa
   store(l, 0, load(l, 0, 0) + total, 0);
 }
 
+// The largest of `width` scores, lane by lane.
+INLINE vf largest(const float *x, int width) {
+  vf top = load(x, 0, 0);
+  for (int i = VW; i < width; i += VW) top = vmax(load(x, i, 0), top);
+  return top;
+}
+
 // Scores [rows, KEYS], masked, become weights in place (fp32) or in `weights` (pairs); m moves where it must.
 INLINE void softmax_rows(struct scratch *s, struct sums sums, int row, int rows, int dim, int width, const int pair) {
   for (int r = 0; r < rows; r++) {
     float *x = s->scores + r * KEYS;
-    vf top = load(x, 0, 0);
-    for (int i = VW; i < width; i += VW) top = vmax(load(x, i, 0), top);
+    const vf top = largest(x, width);
     if (any_above(top, splat(s->limit[row + r]))) raise(s, sums, row + r, dim, hmax(top) * s->factor);
     weigh_row(s, x, s->weights + r * KEYS, sums.l + (row + r) * VW, row + r, width, pair);
   }
@@ -179,9 +194,13 @@ static __attribute__((noinline)) void softmax(const struct nm_attention *call, s
 // ---------------------------------------------------------------- a strip
 
 #if HAVE_PAIR
-static __attribute__((noinline)) void softmax_again(struct scratch *s, struct sums sums, int row, int rows, int dim,
-                                                    int width) {
-  softmax_rows(s, sums, row, rows, dim, width, 1);
+// Moves m of the rows of a strip whose scores ask for it.
+static __attribute__((noinline)) void raise_strip(struct scratch *s, struct sums sums, int row, int rows, int dim,
+                                                  int width) {
+  for (int r = 0; r < rows; r++) {
+    const vf top = largest(s->scores + r * KEYS, width);
+    if (any_above(top, splat(s->limit[row + r]))) raise(s, sums, row + r, dim, hmax(top) * s->factor);
+  }
 }
 
 // Keys [low, high) of 64 as bits.
@@ -190,7 +209,7 @@ INLINE uint64_t visible(int low, int high) {
   return low <= 0 ? below : low >= KEYS ? 0 : below & (~0ull << low);
 }
 
-// scores_of and softmax in one: scores become weights without leaving the registers, but for where m moves.
+// scores_of and softmax in one: scores become weights in registers.
 INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, int dim, const struct block *block,
                         const int R, const int N, const int ahead) {
   vf acc[STRIP][PANEL_VECTORS];
@@ -217,12 +236,16 @@ INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, i
     above |= _mm512_cmp_ps_mask((__m512)top, _mm512_set1_ps(s->limit[row + r]), _CMP_GT_OQ);
   }
   if (__builtin_expect(above != 0, 0)) {
+    // The first block of each segment comes here, so it has to be quick; a call keeps nothing in vector registers.
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int j = 0; j < N; j++) store(s->scores + r * KEYS, j * VW, acc[r][j], 0);
-    softmax_again(s, sums, row, R, dim, N * GROUP);
-    return;
+    raise_strip(s, sums, row, R, dim, N * GROUP);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) acc[r][j] = load(s->scores + r * KEYS, j * VW, 0);
   }
   const __m512 factor = _mm512_set1_ps(s->factor), nothing = _mm512_set1_ps(-INFINITY);
 #pragma GCC unroll 6
@@ -241,7 +264,7 @@ INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, i
 INLINE void weigh_groups(struct scratch *s, struct sums sums, int row, int key, int dim, int groups,
                          const struct block *block, const int R, const int ahead) {
   // Few keys count where many strips meet the diagonal. Elsewhere more are multiplied than are seen, and code is saved.
-  switch (ahead || R < STRIP - 1 ? KEYS / GROUP : groups) {
+  switch (ahead == PANEL_VECTORS || R < STRIP - 1 ? KEYS / GROUP : groups) {
     case 1: weigh_strip(s, sums, row, key, dim, block, R, 1, ahead); break;
     case 2: weigh_strip(s, sums, row, key, dim, block, R, 2, ahead); break;
     case 3: weigh_strip(s, sums, row, key, dim, block, R, 3, ahead); break;

@@ -11,11 +11,17 @@ enum { SEGMENT = 512 };  // keys; a multiple of KEYS
 struct tile {
   int32_t sequence, kv_head, first, count;  // queries [first, first + count) of the sequence
   int32_t low, high;                        // keys [low, high) are visible to some of its rows
-  int64_t first_part;                       // its parts lie one after the other
+  int64_t partial;                          // in floats: its segments' results, one after the other; -1: summed at once
   const int32_t *members;                   // NULL, or the `count` sequences of a group: a query each, keys all see
   int32_t resume;                           // keys [0, resume) are summed up already: `state` says to what; 0: none
   int64_t state;                            // in floats; a group's tile: its first member's
+  int32_t group;                            // that a group's tile belongs to
 };
+
+// Where a tile's keys begin: the first block, and the first group of it that is there (pages below may be gone).
+static int first_block(const struct tile *tile) { return larger(tile->resume, tile->low / KEYS * KEYS); }
+
+static int first_group(const struct tile *tile) { return larger(tile->resume, tile->low / GROUP * GROUP); }
 
 // ---------------------------------------------------------------- one block of keys
 
@@ -38,7 +44,8 @@ STRIP_FNS(0, 0)
 #if HAVE_PAIR
 STRIP_FNS(1, 0)
 #if !HAVE_AMX
-STRIP_FNS(1, 1)
+STRIP_FNS(1, 2)
+STRIP_FNS(1, 4)
 #endif
 #endif
 
@@ -106,7 +113,7 @@ INLINE void pack_block(const struct nm_attention *call, const struct tile *tile,
   for (int g = groups; g < KEYS / GROUP; g++) s->block.k[g] = s->k;
   for (int g = 0; g < groups; g++) {
     // A bit at a time: a processor keeps few requests to memory open, and stands still while there are more.
-    if (next) prefetch(call, next, (has_next ? key + KEYS : s->ahead_key) + g * GROUP, GROUP);
+    if (next) prefetch(call, next, (has_next ? key + KEYS : first_block(next)) + g * GROUP, GROUP);
     unit *k = s->k + g * GROUP * (pair ? dim / 2 : dim), *v = s->v + g * GROUP * (pair ? dim / 2 : dim);
     const void *found[2];
     void *const spare[2] = {s->gathered[0], bf16 ? (void *)s->gathered[1] : (void *)v};
@@ -165,13 +172,15 @@ static void find_block(const struct nm_attention *call, const struct tile *tile,
       block->v[g] = seen_values(block->v[g], spare, dim, low, high);
   }
   const unit *k[KEYS / GROUP] = {NULL}, *v[KEYS / GROUP] = {NULL};
-  if (has_next || s->ahead) locate_groups(call, has_next ? tile : s->ahead, has_next ? key + KEYS : s->ahead_key, k, v);
+  const struct tile *next = has_next ? tile : s->ahead;
+  if (next) locate_groups(call, next, has_next ? key + KEYS : first_block(next), k, v);
   for (int g = 0; g < KEYS / GROUP; g++) {
     block->next_k[g] = (const char *)(k[g] ? k[g] : block->k[g]);
     block->next_v[g] = (const char *)(v[g] ? v[g] : block->v[g]);
   }
 }
 
+#if HAVE_AMX
 static void fetch_next(const struct block *block, int dim) {
   for (int g = 0; g < KEYS / GROUP; g++)
     for (int byte = 0; byte < GROUP * dim * 2; byte += 64) {
@@ -179,6 +188,55 @@ static void fetch_next(const struct block *block, int dim) {
       __builtin_prefetch(block->next_v[g] + byte, 0, 2);
     }
 }
+#else
+// Whether there is a group that the fetch has not asked for, and where.
+static int fetch_group(const struct nm_attention *call, struct fetch *fetch, const char **k, const char **v) {
+  if (fetch->place == fetch->num_tiles) return 0;
+  const struct tile *tile = fetch->tiles[fetch->place];
+  int run;
+  const int64_t at = locate(call, tile, fetch->key, &run);
+  *k = (const char *)call->k_pool + at;
+  *v = (const char *)call->v_pool + at;
+  fetch->key += GROUP;
+  if (fetch->key >= tile->high && ++fetch->place < fetch->num_tiles) 
+    fetch->key = first_group(fetch->tiles[fetch->place]);
+  return 1;
+}
+
+// As strips_of, for tiles that compute for longer than their keys take to arrive: with each strip a group or two are
+// asked for, first of the next block, then of what is computed after this tile.
+static void busy_strips(const struct nm_attention *call, struct scratch *s, struct sums sums, int rows, int key,
+                        int groups) {
+  const int count = (rows + STRIP - 1) / STRIP;
+  struct block *block = &s->block;
+  struct fetch *fetch = &s->fetch;
+  const char *next_k[KEYS / GROUP], *next_v[KEYS / GROUP];
+  memcpy(next_k, block->next_k, sizeof next_k);
+  memcpy(next_v, block->next_v, sizeof next_v);
+  int own = 0;
+  for (int i = 0, row = 0; i < count; i++) {
+    const int height = (rows - row + count - i - 1) / (count - i);
+    const int seen = smaller(groups, (s->high[row + height - 1] - key + GROUP - 1) / GROUP);
+    fetch->credit += fetch->rate;
+    int asked = 0;
+    for (; asked < FETCH_GROUPS && own < KEYS / GROUP; asked++, own++) {
+      block->next_k[asked] = next_k[own];
+      block->next_v[asked] = next_v[own];
+    }
+    while (asked < FETCH_GROUPS && fetch->credit >= FETCH_UNIT &&
+           fetch_group(call, fetch, block->next_k + asked, block->next_v + asked)) {
+      fetch->credit -= FETCH_UNIT;
+      asked++;
+    }
+    for (int g = asked; g < FETCH_GROUPS; g++) {
+      block->next_k[g] = (const char *)block->k[0];
+      block->next_v[g] = (const char *)block->v[0];
+    }
+    if (seen > 0) (asked ? strip_1_2 : strip_1_0)[height - 1](call, s, sums, row, key, seen);
+    row += height;
+  }
+}
+#endif
 #endif
 
 static void block_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
@@ -191,8 +249,10 @@ static void block_of(const struct nm_attention *call, const struct tile *tile, s
     fetch_next(&s->block, call->head_dim);
     tile_strips(call, s, sums, rows, key, groups);
 #else
-    if (rows > STRIP) fetch_next(&s->block, call->head_dim);
-    strips_of(call, s, sums, rows, key, groups, rows > STRIP ? strip_1_0 : strip_1_1);
+    if (rows > STRIP)
+      busy_strips(call, s, sums, rows, key, groups);
+    else
+      strips_of(call, s, sums, rows, key, groups, strip_1_4);
 #endif
     return;
   }
