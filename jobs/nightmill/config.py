@@ -11,7 +11,7 @@ from nightmill.failpoint import parse_failpoints
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 QUEUE_TYPES = ("auto", "quorum", "classic")
-CPU_ISAS = ("avx512_bf16", "avx512", "avx2", "portable", "reference")
+CPU_ISAS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable", "reference")
 _VARIABLES = frozenset(
     {
         "NIGHTMILL_HOME",

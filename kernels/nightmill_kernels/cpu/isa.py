@@ -53,9 +53,14 @@ def isas_to_test() -> tuple[str, ...]:
     return (*available, EMULATED) if "avx512_bf16" in available and "amx_bf16" not in available else available
 
 
+def wanted_isa() -> str:
+    """What the environment asks for, in any case of letters; empty: the best."""
+    return os.environ.get(ISA_VARIABLE, "").lower()
+
+
 def chosen_isa() -> str:
     """What the environment asks for, else the best. Raises ValueError for a name that is unknown or cannot run here."""
-    wanted = os.environ.get(ISA_VARIABLE, "")
+    wanted = wanted_isa()
     if not wanted:
         return available_isas()[0]
     check_isa(wanted, ISA_VARIABLE)

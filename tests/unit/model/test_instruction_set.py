@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from nightmill_kernels.cpu.isa import chosen_isa
 from nightmill_worker.model.instruction_set import limit_instruction_set
 
 NAMES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
@@ -59,3 +60,9 @@ def test_nothing_is_limited_unless_asked(monkeypatch: pytest.MonkeyPatch, enviro
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     found = limited(monkeypatch, NIGHTMILL_CPU_ISA="avx2", ONEDNN_MAX_CPU_ISA="AVX2_VNNI")
     assert found["ONEDNN_MAX_CPU_ISA"] == "AVX2_VNNI"
+
+
+def test_the_name_may_be_in_capitals_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limited(monkeypatch, NIGHTMILL_CPU_ISA="AVX2") == limited(monkeypatch, NIGHTMILL_CPU_ISA="avx2")
+    monkeypatch.setenv("NIGHTMILL_CPU_ISA", "Portable")
+    assert chosen_isa() == "portable"

@@ -6,7 +6,7 @@ itself. Without this, `NIGHTMILL_CPU_ISA=avx2` on a new machine says nothing abo
 
 import os
 
-from nightmill_kernels.cpu.isa import ISA_VARIABLE
+from nightmill_kernels.cpu.isa import wanted_isa
 
 # oneDNN, ATen, MKL: each reads its own variable when it is loaded or first used. `portable` and `reference` are about
 # our C code, not about the machine (another architecture, no compiler), so torch keeps what it has.
@@ -22,5 +22,5 @@ def limit_instruction_set() -> None:
 
     What is set already stays. Unset NIGHTMILL_CPU_ISA: nothing is limited.
     """
-    for name, value in _LIMITS.get(os.environ.get(ISA_VARIABLE, ""), {}).items():
+    for name, value in _LIMITS.get(wanted_isa(), {}).items():
         os.environ.setdefault(name, value)
