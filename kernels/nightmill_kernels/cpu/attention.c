@@ -121,9 +121,19 @@ static int check(const struct nm_attention *c) {
   return NM_OK;
 }
 
+// Queries of a tile, at most `most`: tiles of a sequence are alike, and of whole strips where that is possible.
+static int even_tiles(const struct nm_attention *c, int length, int most) {
+  const int group = c->heads / c->kv_heads, tiles = (length + most - 1) / most, even = (length + tiles - 1) / tiles;
+  int step = 1;
+  while (step * group % STRIP && step < STRIP) step++;
+  return smaller(most, (even + step - 1) / step * step);
+}
+
 // Tiles of one sequence and KV head; returns how many. NULL only counts.
-static int64_t tiles_of(const struct nm_attention *c, int s, int kv_head, int tile_queries, struct tile *out) {
+static int64_t tiles_of(const struct nm_attention *c, int s, int kv_head, int most, struct tile *out) {
   const int length = query_len(c, s), past = c->context_lens[s] - length;
+  if (length == 0) return 0;
+  const int tile_queries = even_tiles(c, length, most);
   const int64_t count = (length + tile_queries - 1) / tile_queries;
   for (int64_t i = 0; out && i < count; i++) {
     // The longest first: a long tile that starts last keeps everyone waiting.
@@ -170,15 +180,15 @@ static void clear_unowned(const struct nm_attention *c) {
 static int plan_groups(struct work *work) {
   const struct nm_attention *call = work->call;
   if (num_groups(call) == 0) return NM_OK;
-  work->groups = malloc(sizeof(struct group) * (size_t)call->num_groups);
-  work->places = malloc(sizeof(struct place) * (size_t)larger(1, call->num_sequences));
+  work->groups = reserve(GROUPS, sizeof(struct group) * (size_t)call->num_groups);
+  work->places = reserve(PLACES, sizeof(struct place) * (size_t)larger(1, call->num_sequences));
   if (!work->groups || !work->places) return NM_NO_MEMORY;
   const int64_t floats = list_groups(call, work->groups, work->places);
   if (floats < 0) return NM_BAD_GROUP;
   work->num_group_tiles = list_group_tiles(call, work->groups, NULL);
   if (work->num_group_tiles == 0) return NM_OK;
-  work->states = malloc(sizeof(float) * (size_t)floats);
-  work->group_tiles = malloc(sizeof(struct tile) * (size_t)work->num_group_tiles);
+  work->states = reserve(STATES, sizeof(float) * (size_t)floats);
+  work->group_tiles = reserve(GROUP_TILES, sizeof(struct tile) * (size_t)work->num_group_tiles);
   if (!work->states || !work->group_tiles) return NM_NO_MEMORY;
   list_group_tiles(call, work->groups, work->group_tiles);
   for (int64_t i = 0; i < work->num_tiles; i++) {
@@ -204,7 +214,7 @@ int nm_paged_attention(const struct nm_attention *call) {
   work.num_tiles = list_tiles(call, NULL);
   if (work.num_tiles == 0) return NM_OK;
   int result = NM_NO_MEMORY;
-  work.tiles = malloc(sizeof(struct tile) * (size_t)work.num_tiles);
+  work.tiles = reserve(TILES_OF_CALL, sizeof(struct tile) * (size_t)work.num_tiles);
   if (!work.tiles) goto done;
   list_tiles(call, work.tiles);
   result = plan_groups(&work);
@@ -222,13 +232,6 @@ int nm_paged_attention(const struct nm_attention *call) {
   if (work.partials) nm_for(work.num_tiles, 1, call->threads, merge_tiles, &work);
   result = NM_OK;
 done:
-  free(work.states);
-  free(work.group_tiles);
-  free(work.places);
-  free(work.groups);
   free(work.partials);
-  free(work.tasks);
-  free(work.after);
-  free(work.tiles);
   return result;
 }

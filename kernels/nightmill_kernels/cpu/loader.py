@@ -21,6 +21,7 @@ HEADERS = (
     "product.h",
     "pack.h",
     "softmax.h",
+    "pair_strip.h",
     "amx.h",
     "tile_strip.h",
     "tile.h",

@@ -20,6 +20,8 @@
 enum {
   KEYS = 64,          // keys in a block
   GROUP = 16,         // keys in a group
+  MOST_GROUPS = 2 * KEYS / GROUP,  // two blocks at a time for PAIR_ROWS rows, see pair_strip.h
+  PAIR_ROWS = 3,
   STRIP = 6,          // rows in a strip: with PANEL_VECTORS accumulators each they fill the register file
   MAX_HEAD_DIM = 256,
 #if VW == 16
@@ -34,8 +36,8 @@ typedef uint32_t unit;
 // A block of keys, and groups to be asked of memory meanwhile: `ahead` lines with each step of the inner loop. A line
 // with every vector that is used (PANEL_VECTORS) is the block after this one; with fewer it is as many groups.
 struct block {
-  const unit *k[KEYS / GROUP], *v[KEYS / GROUP];  // all of them somewhere, if only to be multiplied in vain
-  const char *next_k[KEYS / GROUP], *next_v[KEYS / GROUP];
+  const unit *k[MOST_GROUPS], *v[MOST_GROUPS];  // all of them somewhere, if only to be multiplied in vain
+  const char *next_k[MOST_GROUPS], *next_v[MOST_GROUPS];
 };
 
 // acc[r][j] += Σ_d a[r][d] · b[j][d] for R rows and N vectors of columns; R, N, pair and ahead are constants.
@@ -116,8 +118,8 @@ INLINE void scores_of(float *out, const unit *rows, int units, const struct bloc
 }
 
 // out[r][0:N·VW] += weights · V, columns [c, c + N·VW) of V.
-INLINE void value_panel(float *out, int head_dim, const unit *weights, const struct block *block, int groups, int c,
-                        const int R, const int N, const int pair, const int ahead) {
+INLINE void value_panel(float *out, int head_dim, const unit *weights, int stride, const struct block *block,
+                        int groups, int c, const int R, const int N, const int pair, const int ahead) {
   const int depth = pair ? GROUP / 2 : GROUP;  // units of keys in a group
   vf acc[STRIP][PANEL_VECTORS];
 #pragma GCC unroll 6
@@ -133,7 +135,7 @@ INLINE void value_panel(float *out, int head_dim, const unit *weights, const str
       next[j] = ahead == PANEL_VECTORS ? block->next_v[g] + (c + j * VW) * 4
                                        : block->next_v[j] + (c / (PANEL_VECTORS * VW) * (KEYS / 2) + g * depth) * 64;
     }
-    multiply(acc, weights + g * depth, pair ? KEYS / 2 : KEYS, from, head_dim, next,
+    multiply(acc, weights + g * depth, stride, from, head_dim, next,
              ahead == PANEL_VECTORS ? head_dim * 4 : 64, depth, R, N, pair, ahead);
   }
 #pragma GCC unroll 6
@@ -142,18 +144,18 @@ INLINE void value_panel(float *out, int head_dim, const unit *weights, const str
     for (int j = 0; j < N; j++) store(out + (int64_t)r * head_dim + c, j * VW, acc[r][j], 0);
 }
 
-// out[r][head_dim] += weights of R rows, [R][KEYS] elements, · V of the first `groups` groups.
-INLINE void add_values(float *out, int head_dim, const unit *weights, const struct block *block, int groups,
+// out[r][head_dim] += weights of R rows, `stride` units between them, · V of the first `groups` groups.
+INLINE void add_values(float *out, int head_dim, const unit *weights, int stride, const struct block *block, int groups,
                        const int R, const int pair, const int ahead) {
   int c = 0;
   for (; c + PANEL_VECTORS * VW <= head_dim; c += PANEL_VECTORS * VW)
-    value_panel(out, head_dim, weights, block, groups, c, R, PANEL_VECTORS, pair, ahead);
+    value_panel(out, head_dim, weights, stride, block, groups, c, R, PANEL_VECTORS, pair, ahead);
 #if VW == 16
   if (head_dim - c >= 2 * VW) {
-    value_panel(out, head_dim, weights, block, groups, c, R, 2, pair, ahead);
+    value_panel(out, head_dim, weights, stride, block, groups, c, R, 2, pair, ahead);
     c += 2 * VW;
   }
-  if (c < head_dim) value_panel(out, head_dim, weights, block, groups, c, R, 1, pair, ahead);
+  if (c < head_dim) value_panel(out, head_dim, weights, stride, block, groups, c, R, 1, pair, ahead);
 #endif
 }
 

@@ -209,24 +209,24 @@ INLINE uint64_t visible(int low, int high) {
   return low <= 0 ? below : low >= KEYS ? 0 : below & (~0ull << low);
 }
 
-// scores_of and softmax in one: scores become weights in registers.
-INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, int dim, const struct block *block,
-                        const int R, const int N, const int ahead) {
-  vf acc[STRIP][PANEL_VECTORS];
-  multiply_keys(acc, s->q + (int64_t)row * dim / 2, dim / 2, block, 0, R, N, 1, ahead);
+// Scores of what rows do not see become -inf.
+INLINE void mask_strip(vf acc[STRIP][PANEL_VECTORS], const struct scratch *s, int row, int key, const int R,
+                       const int N) {
   int edge = 0;
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) edge |= (s->high[row + r] - key < N * GROUP) | (s->low[row + r] > key);
-  if (edge) {
+  if (!edge) return;
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-      const __m512 hidden = _mm512_set1_ps(-INFINITY);
-      const uint64_t bits = visible(s->low[row + r] - key, s->high[row + r] - key);
+  for (int r = 0; r < R; r++) {
+    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    const uint64_t bits = visible(s->low[row + r] - key, s->high[row + r] - key);
 #pragma GCC unroll 4
-      for (int j = 0; j < N; j++)
-        acc[r][j] = (vf)_mm512_mask_mov_ps(hidden, (__mmask16)(bits >> j * GROUP), (__m512)acc[r][j]);
-    }
+    for (int j = 0; j < N; j++)
+      acc[r][j] = (vf)_mm512_mask_mov_ps(hidden, (__mmask16)(bits >> j * GROUP), (__m512)acc[r][j]);
   }
+}
+
+INLINE int any_raises(vf acc[STRIP][PANEL_VECTORS], const struct scratch *s, int row, const int R, const int N) {
   uint32_t above = 0;
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
@@ -235,18 +235,26 @@ INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, i
     for (int j = 1; j < N; j++) top = vmax(acc[r][j], top);
     above |= _mm512_cmp_ps_mask((__m512)top, _mm512_set1_ps(s->limit[row + r]), _CMP_GT_OQ);
   }
-  if (__builtin_expect(above != 0, 0)) {
-    // The first block of each segment comes here, so it has to be quick; a call keeps nothing in vector registers.
+  return above != 0;
+}
+
+// The first block of each segment comes here, so it has to be quick; a call keeps nothing in vector registers.
+INLINE void raise_in_registers(vf acc[STRIP][PANEL_VECTORS], struct scratch *s, struct sums sums, int row, int dim,
+                               const int R, const int N) {
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
+  for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < N; j++) store(s->scores + r * KEYS, j * VW, acc[r][j], 0);
-    raise_strip(s, sums, row, R, dim, N * GROUP);
+    for (int j = 0; j < N; j++) store(s->scores + r * KEYS, j * VW, acc[r][j], 0);
+  raise_strip(s, sums, row, R, dim, N * GROUP);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
+  for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < N; j++) acc[r][j] = load(s->scores + r * KEYS, j * VW, 0);
-  }
+    for (int j = 0; j < N; j++) acc[r][j] = load(s->scores + r * KEYS, j * VW, 0);
+}
+
+// Scores into weights, `stride` elements between rows.
+INLINE void weigh_registers(vf acc[STRIP][PANEL_VECTORS], const struct scratch *s, struct sums sums, int row,
+                            uint16_t *weights, int stride, const int R, const int N) {
   const __m512 factor = _mm512_set1_ps(s->factor), nothing = _mm512_set1_ps(-INFINITY);
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) {
@@ -256,9 +264,19 @@ INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, i
 #pragma GCC unroll 2
     for (int j = 0; j < N; j += 2)
       total = weigh_pairs((__m512)acc[r][j], j + 1 < N ? (__m512)acc[r][j + 1] : nothing, factor, shift,
-                          s->weights + r * KEYS + j * GROUP, total);
+                          weights + r * stride + j * GROUP, total);
     _mm512_storeu_ps(l, total);
   }
+}
+
+// scores_of and softmax in one: scores become weights in registers.
+INLINE void weigh_strip(struct scratch *s, struct sums sums, int row, int key, int dim, const struct block *block,
+                        const int R, const int N, const int ahead) {
+  vf acc[STRIP][PANEL_VECTORS];
+  multiply_keys(acc, s->q + (int64_t)row * dim / 2, dim / 2, block, 0, R, N, 1, ahead);
+  mask_strip(acc, s, row, key, R, N);
+  if (__builtin_expect(any_raises(acc, s, row, R, N), 0)) raise_in_registers(acc, s, sums, row, dim, R, N);
+  weigh_registers(acc, s, sums, row, s->weights, KEYS, R, N);
 }
 
 INLINE void weigh_groups(struct scratch *s, struct sums sums, int row, int key, int dim, int groups,
@@ -286,8 +304,8 @@ INLINE void strip_of(const struct nm_attention *call, struct scratch *s, struct 
     scores_of(s->scores, s->q + (int64_t)row * units, units, block, groups, R, pair, ahead);
     softmax(call, s, sums, row, R, key, groups, pair);
   }
-  add_values(sums.acc + (int64_t)row * dim, dim, pair ? (const unit *)s->weights : (const unit *)s->scores, block,
-             groups, R, pair, ahead);
+  add_values(sums.acc + (int64_t)row * dim, dim, pair ? (const unit *)s->weights : (const unit *)s->scores,
+             pair ? KEYS / 2 : KEYS, block, groups, R, pair, ahead);
 }
 
 #endif

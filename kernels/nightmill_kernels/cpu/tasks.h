@@ -40,6 +40,22 @@ struct work {
   int64_t num_tiles, num_group_tiles, num_tasks, num_after;
 };
 
+// Lists of a call, kept for the next one: what malloc gives back to the system comes again as page faults, in each layer.
+enum list { TILES_OF_CALL, GROUPS, PLACES, GROUP_TILES, STATES, TASKS, AFTER, NUM_LISTS };
+static _Thread_local struct {
+  void *at;
+  size_t size;
+} lists[NUM_LISTS];
+
+// NULL where there is no memory. What was there is lost.
+static void *reserve(enum list list, size_t size) {
+  if (lists[list].size >= size) return lists[list].at;
+  free(lists[list].at);
+  lists[list].at = malloc(size + size / 4);
+  lists[list].size = lists[list].at ? size + size / 4 : 0;
+  return lists[list].at;
+}
+
 static int rows_of(const struct nm_attention *call, const struct tile *tile) {
   return tile->count * (call->heads / call->kv_heads);
 }
@@ -115,26 +131,33 @@ static struct totals count_totals(const struct work *work) {
   return totals;
 }
 
+// Gives a busy tile decodes for its share of the computing: `bytes` of keys were given to it and those before it after.
+static void give_decodes(struct work *work, struct task *task, int64_t *idle, int64_t *bytes, double share) {
+  for (int64_t mine = 0; *idle < work->num_tiles && mine < MAX_AFTER && (double)*bytes < share;
+       *idle = next_idle(work, *idle + 1)) {
+    const struct tile *tile = work->tiles + *idle;
+    add_after(work, task, tile);
+    *bytes += bytes_of(work->call, tile);
+    mine += bytes_of(work->call, tile);
+  }
+}
+
 // Tiles that compute, the groups' among them at even distances, and the decodes they are given; returns the first that
-// is left.
+// is left. Small tiles come last: a long one then would keep everyone waiting.
 static int64_t list_busy_tasks(struct work *work) {
   const struct totals totals = count_totals(work);
   int64_t idle = next_idle(work, 0), cost = 0, bytes = 0, place = 0, group = 0;
-  for (int64_t i = 0; i < work->num_tiles; i++) {
-    const struct tile *tile = work->tiles + i;
-    if (!is_busy(work, tile)) continue;
-    for (; group < work->num_group_tiles * (2 * place + 1) / (2 * totals.num_busy); group++)
-      add_group_task(work, work->group_tiles + group);
-    struct task *task = add_task(work, tile, ALL_SEGMENTS);
-    cost += cost_of(work->call, tile), place++;
-    const double share = (double)totals.bytes * (double)cost / (double)totals.busy;
-    for (int64_t mine = 0; idle < work->num_tiles && mine < MAX_AFTER && (double)bytes < share;
-         idle = next_idle(work, idle + 1)) {
-      const int64_t its = bytes_of(work->call, work->tiles + idle);
-      add_after(work, task, work->tiles + idle);
-      bytes += its, mine += its;
+  for (int small = 0; small < 2; small++)
+    for (int64_t i = 0; i < work->num_tiles; i++) {
+      const struct tile *tile = work->tiles + i;
+      if (!is_busy(work, tile) || (2 * cost_of(work->call, tile) * totals.num_busy < totals.busy) != small) continue;
+      for (; group < (small ? work->num_group_tiles : work->num_group_tiles * (2 * place + 1) / (2 * totals.num_busy));
+           group++)
+        add_group_task(work, work->group_tiles + group);
+      cost += cost_of(work->call, tile), place++;
+      give_decodes(work, add_task(work, tile, ALL_SEGMENTS), &idle, &bytes,
+                   (double)totals.bytes * (double)cost / (double)totals.busy);
     }
-  }
   for (; group < work->num_group_tiles; group++) add_group_task(work, work->group_tiles + group);
   return idle;
 }
@@ -150,8 +173,8 @@ static int list_tasks(struct work *work) {
   int64_t most = work->num_group_tiles + work->num_tiles;
   for (int64_t i = 0; i < work->num_tiles; i++)
     if (work->tiles[i].partial >= 0) most += num_segments(work->tiles + i);
-  work->tasks = malloc(sizeof(struct task) * (size_t)most);
-  work->after = malloc(sizeof(struct tile *) * (size_t)work->num_tiles);
+  work->tasks = reserve(TASKS, sizeof(struct task) * (size_t)most);
+  work->after = reserve(AFTER, sizeof(struct tile *) * (size_t)work->num_tiles);
   if (!work->tasks || !work->after) return 0;
   list_segments(work);
   int64_t left = 0, idle = list_busy_tasks(work);

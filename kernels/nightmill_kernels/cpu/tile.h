@@ -3,6 +3,7 @@
 #define NIGHTMILL_TILE_H
 
 #include "pack.h"
+#include "pair_strip.h"
 #include "softmax.h"
 #include "tile_strip.h"
 
@@ -157,13 +158,15 @@ static void locate_groups(const struct nm_attention *call, const struct tile *ti
   }
 }
 
-// The block at `key`: paired pages are used where they lie, but for values that nobody sees. And the block after it,
-// in this tile or the next one.
-static void find_block(const struct nm_attention *call, const struct tile *tile, struct scratch *s, int key) {
+// `blocks` of them, 1 or 2, from `key` on: paired pages are used where they lie, but for values that nobody sees. And
+// as many after them, in this tile or the next one.
+static void find_blocks(const struct nm_attention *call, const struct tile *tile, struct scratch *s, int key,
+                        int blocks) {
   struct block *block = &s->block;
-  const int dim = call->head_dim, has_next = key + KEYS < tile->high;
-  locate_groups(call, tile, key, block->k, block->v);
-  for (int g = 0; g < KEYS / GROUP; g++) {
+  const int dim = call->head_dim, count = blocks * (KEYS / GROUP);
+  for (int b = 0; b < blocks; b++)
+    locate_groups(call, tile, key + b * KEYS, block->k + b * (KEYS / GROUP), block->v + b * (KEYS / GROUP));
+  for (int g = 0; g < count; g++) {
     const int low = tile->low - key - g * GROUP, high = tile->high - key - g * GROUP;
     unit *spare = s->v + g * GROUP / 2 * dim;
     if (block->k[g] == NULL)
@@ -171,10 +174,13 @@ static void find_block(const struct nm_attention *call, const struct tile *tile,
     else if (low > 0 || high < GROUP)
       block->v[g] = seen_values(block->v[g], spare, dim, low, high);
   }
-  const unit *k[KEYS / GROUP] = {NULL}, *v[KEYS / GROUP] = {NULL};
+  const unit *k[MOST_GROUPS] = {NULL}, *v[MOST_GROUPS] = {NULL};
+  const int has_next = key + blocks * KEYS < tile->high;
   const struct tile *next = has_next ? tile : s->ahead;
-  if (next) locate_groups(call, next, has_next ? key + KEYS : first_block(next), k, v);
-  for (int g = 0; g < KEYS / GROUP; g++) {
+  const int next_key = has_next ? key + blocks * KEYS : next ? first_block(next) : 0;
+  for (int b = 0; next && b < blocks; b++)
+    locate_groups(call, next, next_key + b * KEYS, k + b * (KEYS / GROUP), v + b * (KEYS / GROUP));
+  for (int g = 0; g < count; g++) {
     block->next_k[g] = (const char *)(k[g] ? k[g] : block->k[g]);
     block->next_v[g] = (const char *)(v[g] ? v[g] : block->v[g]);
   }
@@ -244,7 +250,7 @@ static void block_of(const struct nm_attention *call, const struct tile *tile, s
   const int groups = smaller(KEYS, tile->high - key + GROUP - 1) / GROUP;
 #if HAVE_PAIR
   if (s->paired) {
-    find_block(call, tile, s, key);
+    find_blocks(call, tile, s, key, 1);
 #if HAVE_AMX
     fetch_next(&s->block, call->head_dim);
     tile_strips(call, s, sums, rows, key, groups);
@@ -324,7 +330,15 @@ static void rest_of_segment(const struct nm_attention *call, const struct tile *
   const int rows = tile->count * (call->heads / call->kv_heads);
   const int last = smaller((first / SEGMENT + 1) * SEGMENT, tile->high);
   for (int r = 0; r < rows; r++) set_limit(s, r, sums.m[r]);
-  for (int block = first; block < last; block += KEYS) block_of(call, tile, s, sums, rows, block);
+  int key = first;
+#if HAVE_PAIR_STRIP
+  if (s->paired && rows <= PAIR_ROWS && call->softcap == 0.0f)
+    for (; key + KEYS < last; key += 2 * KEYS) {
+      find_blocks(call, tile, s, key, 2);
+      pair_of_height[rows - 1](call, s, sums, key, smaller(2 * KEYS, tile->high - key + GROUP - 1) / GROUP);
+    }
+#endif
+  for (; key < last; key += KEYS) block_of(call, tile, s, sums, rows, key);
 }
 
 static void segment_of(const struct nm_attention *call, const struct tile *tile, struct scratch *s, struct sums sums,
