@@ -148,7 +148,7 @@ static int64_t tiles_of(const struct nm_attention *c, int s, int kv_head, int mo
 // Prefill chunks before decodes. The KV heads of a sequence follow each other: they lie side by side in its pages, and
 // memory is faster the longer the runs that are read.
 static int64_t list_tiles(const struct nm_attention *c, struct tile *out) {
-  const int tile_queries = larger(1, smaller(MAX_ROWS, STATE / c->head_dim) / (c->heads / c->kv_heads));
+  const int tile_queries = larger(1, smaller(PREFILL_ROWS, STATE / c->head_dim) / (c->heads / c->kv_heads));
   int64_t count = 0;
   for (int decodes = 0; decodes < 2; decodes++)
     for (int s = 0; s < c->num_sequences; s++)

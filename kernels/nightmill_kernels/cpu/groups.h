@@ -12,7 +12,7 @@
 #include "tile.h"
 
 enum {
-  TILES_PER_THREAD = 3,  // a group with fewer tiles is cut further
+  TILES_PER_THREAD = 6,  // a group with fewer tiles is cut further
   FEWEST_ROWS = 4 * STRIP,  // but not below: every tile packs the keys again
 };
 

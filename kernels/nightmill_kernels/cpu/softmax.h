@@ -12,6 +12,7 @@
 
 enum {
   MAX_ROWS = 128,  // rows of a tile
+  PREFILL_ROWS = 96,  // of a prefill's tile: more of their sums and the keys stay in the first-level cache
   STATE = 8192,    // floats of a tile's running sums: 128 rows of 64, 32 rows of 256
   MAX_STRIP = 16,  // rows of the strips of AMX, others have STRIP
 };
