@@ -238,7 +238,8 @@ static void busy_strips(const struct nm_attention *call, struct scratch *s, stru
       block->next_k[g] = (const char *)block->k[0];
       block->next_v[g] = (const char *)block->v[0];
     }
-    if (seen > 0) (asked ? strip_1_2 : strip_1_0)[height - 1](call, s, sums, row, key, seen);
+    strip_fn *const strip = asked ? strip_1_2[height - 1] : strip_1_0[height - 1];
+    if (seen > 0) strip(call, s, sums, row, key, seen);
     row += height;
   }
 }
