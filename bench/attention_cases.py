@@ -62,14 +62,34 @@ def prefill_case(dtype: torch.dtype, past: int, tokens: int = CHUNK) -> Case:
 
 def w1_case(dtype: torch.dtype) -> Case:
     """A step of W1: 64 decodes with 384 shared and some 90 own tokens, and two prompts' own parts."""
-    decodes = [Row(1, context, SHARED_TOKENS) for context in torch.randint(430, 531, (BATCH,)).tolist()]
-    return grouped(case_of([*decodes, Row(41, 384 + 41, SHARED_TOKENS), Row(49, 384 + 49, SHARED_TOKENS)], dtype))
+    return grouped(case_of([*_w1_decodes(), *_W1_PROMPTS], dtype))
+
+
+def w1_parts(dtype: torch.dtype) -> tuple[Case, Case]:
+    """Its prefills and its decodes, each a call."""
+    return case_of(_W1_PROMPTS, dtype), grouped(case_of(_w1_decodes(), dtype))
 
 
 def w3_case(dtype: torch.dtype) -> Case:
     """A step of W3: 24 decodes at some 1,050 tokens that nobody shares, 488 tokens of two prompts of 1,024."""
-    decodes = [Row(1, context) for context in torch.randint(1024, 1081, (24,)).tolist()]
-    return case_of([*decodes, Row(312, 1024), Row(176, 176)], dtype)
+    return case_of([*_w3_decodes(), *_W3_PROMPTS], dtype)
+
+
+def w3_parts(dtype: torch.dtype) -> tuple[Case, Case]:
+    """Its prefills and its decodes, each a call."""
+    return case_of(_W3_PROMPTS, dtype), case_of(_w3_decodes(), dtype)
+
+
+_W1_PROMPTS = [Row(41, 384 + 41, SHARED_TOKENS), Row(49, 384 + 49, SHARED_TOKENS)]
+_W3_PROMPTS = [Row(312, 1024), Row(176, 176)]
+
+
+def _w1_decodes() -> list[Row]:
+    return [Row(1, context, SHARED_TOKENS) for context in torch.randint(430, 531, (BATCH,)).tolist()]
+
+
+def _w3_decodes() -> list[Row]:
+    return [Row(1, context) for context in torch.randint(1024, 1081, (24,)).tolist()]
 
 
 def case_of(rows: list[Row], dtype: torch.dtype) -> Case:
