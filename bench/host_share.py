@@ -76,10 +76,12 @@ def measure(loop: EngineLoop, timer: PartTimer, bounds: PartBounds, share: Share
     while loop.has_work:
         before = (counters.plan_s, counters.build_s, counters.commit_s, counters.computed_tokens)
         bound = bounds.read()
+        recorded = dict(timer.recorded)
         drawn, calls, parts, started = counters.generated_tokens, timer.num_calls, timer.read(), timer.clock()
         loop.step()
         wall, computed = timer.clock() - started, counters.computed_tokens - before[3]
         if only_decodes and (computed != BATCH or counters.generated_tokens - drawn != BATCH):
+            timer.recorded = recorded  # as if it had not been
             continue
         share.steps += 1
         share.wall_s += wall
