@@ -98,14 +98,30 @@ def test_processes_that_build_at_once_all_get_a_whole_library(cache, tmp_path):
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_library_cut_short_is_built_again(cache, tiny):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[: len(content) // 2],  # loads, and dies where what is missing is read
+        lambda content: content[:-1],
+        lambda content: content[:1000] + bytes([content[1000] ^ 1]) + content[1001:],
+    ],
+    ids=["empty", "only a header", "half", "all but a byte", "a bit"],
+)
+def test_a_damaged_library_is_built_again(cache, tiny, monkeypatch, damage):
     loader.load("portable")
     (built,) = cache.iterdir()
+    whole = built.read_bytes()
     # A new file, not the one that is mapped here: writing into that would be writing into our own code.
-    half = built.read_bytes()[:100]
     built.unlink()
-    built.write_bytes(half)
+    built.write_bytes(damage(whole))
+    with monkeypatch.context() as without:
+        without.setenv("CC", "/nonexistent")
+        with pytest.raises(loader.BuildError, match="no C compiler"):
+            loader.load("portable")
     assert loader.load("portable").nm_abi() == 7
+    assert built.read_bytes() == whole
 
 
 def test_works_without_a_usable_cache(tiny, tmp_path, monkeypatch):

@@ -43,6 +43,7 @@ FLAGS = (
     "-ffp-contract=off",
 )
 COMPILE_TIMEOUT_S = 120
+_SEAL = b"nightmill sha256"
 
 
 class BuildError(RuntimeError):
@@ -100,7 +101,7 @@ def _load(isa: str) -> ctypes.CDLL:
         compiler = find_compiler()
     except BuildError:
         # An image that was built with a compiler and runs without one still has what that compiler made.
-        built = sorted(directory.glob(f"{stem}-*.so")) if directory else []
+        built = [path for path in sorted(directory.glob(f"{stem}-*.so")) if _is_whole(path)] if directory else []
         if not built:
             raise
         return _open(built[-1])
@@ -114,7 +115,7 @@ def _load(isa: str) -> ctypes.CDLL:
         try:
             return _open(path)
         except BuildError:
-            pass  # cut short by a crash or a full disk: built again below
+            pass  # cut short by a crash or a full disk, or damaged: built again below
     return _open(_build(isa, compiler, path))
 
 
@@ -145,11 +146,29 @@ def _build(isa: str, compiler: Compiler, path: Path) -> Path:
             lines = result.stderr.strip().splitlines() or ["no message"]
             reason = next((line for line in lines if "error" in line), lines[-1])
             raise BuildError(f"{compiler.version} could not build the {isa} library: {reason}")
+        _seal(built)
         built.replace(path)
     return path
 
 
+def _seal(path: Path) -> None:
+    """Append a checksum, which the dynamic linker does not read, and have the file on the disk."""
+    with path.open("r+b") as file:
+        checksum = hashlib.sha256(file.read()).digest()
+        file.write(_SEAL + checksum)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    content, seal = path.read_bytes(), len(_SEAL) + hashlib.sha256().digest_size
+    return content[-seal:] == _SEAL + hashlib.sha256(content[:-seal]).digest()
+
+
 def _open(path: Path) -> ctypes.CDLL:
+    # The linker maps a file that was cut short, and the process dies of SIGBUS where it reads what is missing.
+    if not _is_whole(path):
+        raise BuildError(f"{path} is damaged: remove it")
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
