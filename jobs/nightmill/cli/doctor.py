@@ -49,6 +49,10 @@ class Finding:
     todo: str | None = None
 
 
+# What /proc/cpuinfo calls the instruction sets of NIGHTMILL_CPU_ISA.
+_ISA_FLAGS = {"amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2"}
+
+
 @click.command(epilog="Example: nightmill doctor --json | jq '.[] | select(.level != \"ok\")'")
 @json_option
 def doctor(as_json: bool) -> int:
@@ -93,6 +97,13 @@ def _cpu(settings: Settings) -> Iterator[Finding]:
     todo = None if isa else "without AVX2 the kernels run their portable form, which is slow"
     level = Level.OK if isa or not flags else Level.WARN
     yield Finding("cpu", level, f"{cores} cores, {platform.machine()} {' '.join(isa)}".rstrip(), todo)
+    needed = _ISA_FLAGS.get(settings.cpu_isa or "")
+    if needed and flags and needed not in flags:
+        what = f"NIGHTMILL_CPU_ISA={settings.cpu_isa}, which this processor does not have: no run will start"
+        yield Finding("instruction set", Level.FAIL, what, "unset NIGHTMILL_CPU_ISA to get the best there is")
+    elif settings.cpu_isa:
+        what = f"NIGHTMILL_CPU_ISA={settings.cpu_isa}: kernels are held to it"
+        yield Finding("instruction set", Level.OK, what)
 
 
 def _cpu_flags() -> frozenset[str]:
@@ -135,9 +146,15 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     if spec is None:
         yield Finding("kernels", Level.WARN, "not installed", "pip install 'nightmill[worker]'")
         return
-    built = sorted(path.name for path in (settings.cache / "kernels").glob("nightmill-*.so"))
-    detail = f"{len(built)} built in {settings.cache / 'kernels'}" if built else "built at the first run"
-    yield Finding("kernels", Level.OK, detail)
+    folder = settings.cache / "kernels"
+    if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022):
+        what = f"{folder} is not used, since others may write there: every run compiles the kernels again"
+        yield Finding(
+            "kernels", Level.WARN, what, f"chmod go-w {folder}, or set NIGHTMILL_CACHE to a folder of your own"
+        )
+        return
+    built = list(folder.glob("nightmill-*.so"))
+    yield Finding("kernels", Level.OK, f"{len(built)} built in {folder}" if built else "built at the first run")
 
 
 def _packages(settings: Settings) -> Iterator[Finding]:

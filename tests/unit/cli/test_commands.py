@@ -248,6 +248,32 @@ def test_doctor_checks_and_fails_with_what_to_do(tmp_path: Path) -> None:
     assert store["todo"]
 
 
+def doctor_says(name: str, **environment: str) -> dict[str, str]:
+    found = json.loads(CliRunner().invoke(cli, ["doctor", "--json"], env=environment).stdout)
+    return next(finding for finding in found if finding["name"] == name)
+
+
+def test_doctor_knows_an_instruction_set_that_this_processor_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nightmill.cli.doctor._cpu_flags", lambda: frozenset({"avx2"}))
+    home = str(tmp_path)
+    assert doctor_says("instruction set", NIGHTMILL_HOME=home, NIGHTMILL_CPU_ISA="avx512")["level"] == "fail"
+    assert doctor_says("instruction set", NIGHTMILL_HOME=home, NIGHTMILL_CPU_ISA="AVX2")["level"] == "ok"
+    assert doctor_says("instruction set", NIGHTMILL_HOME=home, NIGHTMILL_CPU_ISA="portable")["level"] == "ok"
+
+
+def test_doctor_says_that_a_cache_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    environment = {"NIGHTMILL_HOME": str(tmp_path), "NIGHTMILL_CACHE": str(tmp_path)}
+    assert doctor_says("kernels", **environment)["level"] == "ok"
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    assert doctor_says("kernels", **environment)["level"] == "ok"
+    folder.chmod(0o777)
+    finding = doctor_says("kernels", **environment)
+    assert (finding["level"], str(folder) in finding["todo"]) == ("warn", True)
+
+
 def test_doctor_names_a_bad_setting(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["doctor"], env={"NIGHTMILL_HOEM": "x", "NIGHTMILL_HOME": str(tmp_path)})
     assert result.exit_code == 1

@@ -101,7 +101,8 @@ class LoopOptions:
             # Every running sequence decodes in every step; with less there would be rows that never advance.
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})"
+                f"max_num_seqs ({self.max_num_seqs}): each running sequence takes one token of every step",
+                hint="Pass a larger --max-num-batched-tokens or a smaller --max-num-seqs.",
             )
 
 
