@@ -1,4 +1,5 @@
 // Linear layers: x · Wᵀ + b with weights packed once, for any number of rows; gates on the way out.
+#include "gate.h"
 #include "linear_tile.h"
 
 struct product_call {
@@ -93,25 +94,11 @@ int nm_linear_pack(const struct nm_linear *c, const void *weight, int64_t stride
 
 // ---------------------------------------------------------------- multiplying
 
-INLINE vf gated(vf g, vf up, const int gate) {
-  // As in nm_gated_mul: g · sigmoid(z), z = g for silu, 2·sqrt(2/π)·(g + 0.044715 g³) for gelu's tanh form.
-  const vf z = gate == NM_SILU ? g : 1.5957691216057308f * (g + 0.044715f * g * g * g);
-  return g / (1.0f + exp2_v(z * -LOG2E)) * up;
-}
-
-INLINE vh to_bf16(vf x) {
-#if defined(__AVX512BF16__)
-  return (vh)_mm512_cvtneps_pbh((__m512)x);
-#else
-  return narrow_v(x);
-#endif
-}
-
 // Up to `left` columns from `at`, which may be past the end of the row.
 INLINE void put(char *row, int64_t at, vf x, int64_t left, const int bf16) {
   if (left >= VW) {
     if (bf16) {
-      const vh half = to_bf16(x);
+      const vh half = narrow_v(x);
       memcpy(row + 2 * at, &half, sizeof half);
     } else {
       memcpy(row + 4 * at, &x, sizeof x);
@@ -140,8 +127,8 @@ INLINE void finish(const struct product_call *call, const float *sums, int64_t p
     }
     for (int j = 0; j < PANEL / VW / 2; j++) {
       // Rounded as two layers with a gate between them would: the same bits.
-      const vf g = bf16 ? widen_v(to_bf16(x[2 * j])) : x[2 * j];
-      const vf up = bf16 ? widen_v(to_bf16(x[2 * j + 1])) : x[2 * j + 1];
+      const vf g = bf16 ? widen_v(narrow_v(x[2 * j])) : x[2 * j];
+      const vf up = bf16 ? widen_v(narrow_v(x[2 * j + 1])) : x[2 * j + 1];
       put(out, column + j * VW, gated(g, up, gate), left - j * VW, bf16);
     }
   }

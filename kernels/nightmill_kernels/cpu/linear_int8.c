@@ -154,18 +154,10 @@ static const tile_fn tile_functions[TILE_ROWS][2] = {{begin_1, add_1}, {begin_2,
 
 // ---------------------------------------------------------------- results
 
-INLINE vh to_bf16(vf x) {
-#if defined(__AVX512BF16__)
-  return (vh)_mm512_cvtneps_pbh((__m512)x);  // takes subnormal numbers for zeros
-#else
-  return narrow_v(x);
-#endif
-}
-
 // Up to `left` outputs from `at`, which may be past the end of the row.
 INLINE void put(void *out, int64_t at, vf x, int64_t left, const int bf16) {
   if (left >= VW && bf16) {
-    const vh half = to_bf16(x);
+    const vh half = narrow_v(x);
     memcpy((uint16_t *)out + at, &half, sizeof half);
   } else if (left >= VW)
     store(out, at, x, bf16);
@@ -191,7 +183,7 @@ INLINE void finish_rows(const struct product *product, const float *sums, int64_
     for (int64_t c = panel * PANEL; c < (panel + 1) * PANEL; c += c % TURN + VW == TURN ? TURN + VW : VW) {
       vf g = scaled(layer, sums, c), up = scaled(layer, sums, c + TURN);
       // Rounded as two layers with a gate between them would: the same bits.
-      if (bf16) g = widen_v(to_bf16(g)), up = widen_v(to_bf16(up));
+      if (bf16) g = widen_v(narrow_v(g)), up = widen_v(narrow_v(up));
       const int64_t feature = c / (2 * TURN) * TURN + c % TURN;
       put(product->call->out, out + feature, gated(g, up, gate), layer->outputs - feature, bf16);
     }

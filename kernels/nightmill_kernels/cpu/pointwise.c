@@ -1,6 +1,5 @@
 // Memory-bound operations of the decoder, a row at a time.
-#include "nightmill.h"
-#include "vec.h"
+#include "gate.h"
 
 #define SERIAL_ELEMENTS 32768  // below this much work a team costs more than it saves
 
@@ -188,20 +187,14 @@ struct gated {
   int dtype, gate;
 };
 
-INLINE vf activate(vf g, vf up, const int gate) {
-  // Both are g · sigmoid(z): z = g for silu, z = 2·sqrt(2/π)·(g + 0.044715 g³) for gelu's tanh form.
-  const vf z = gate == NM_SILU ? g : 1.5957691216057308f * (g + 0.044715f * g * g * g);
-  return g / (1.0f + exp2_v(z * -LOG2E)) * up;
-}
-
 INLINE void gated_row(const void *row, void *out, int64_t width, const int gate, const int bf16) {
   const int64_t whole = width - width % VW;
   const int tail = (int)(width - whole);
   for (int64_t i = 0; i < whole; i += VW)
-    store(out, i, activate(load(row, i, bf16), load(row, width + i, bf16), gate), bf16);
+    store(out, i, gated(load(row, i, bf16), load(row, width + i, bf16), gate), bf16);
   if (tail) {
     vf g = load_tail(row, whole, tail, 0.0f, bf16), up = load_tail(row, width + whole, tail, 0.0f, bf16);
-    store_tail(out, whole, activate(g, up, gate), tail, bf16);
+    store_tail(out, whole, gated(g, up, gate), tail, bf16);
   }
 }
 
