@@ -22,6 +22,8 @@ PACKAGES = (
 # With numpy 2.4 and later triton 3.6's interpreter fails: int() of an array with one element. A device does not care.
 INTERPRETER_NUMPY = "numpy==2.3.*"
 FLEET_TEST = "tests/unit/engine/test_ledger.py"  # reads the metrics of a worker, with its store
+# These call kernels in the interpreter, too.
+INTERPRETED = ("tests/unit/model/test_device_sampler.py", "tests/unit/model/test_graphs.py")
 TESTS = (
     *("tests/unit/test_import_compatibility.py", "tests/ops/test_kernels_check.py"),
     *("tests/unit/engine", "tests/unit/model"),
@@ -49,7 +51,7 @@ def main() -> int:
         stamp.write_text("\n".join(PACKAGES))
     if len(sys.argv) > 1:
         return _run(python, sys.argv[1:])
-    status = _run(python, TESTS)
+    status = _run(python, [*TESTS, *(f"--ignore={name}" for name in INTERPRETED)])
     return _run(python, _interpreter_tests(), before=(_interpreter_numpy(python),)) or status
 
 
@@ -70,7 +72,8 @@ def _interpreter_numpy(python: Path) -> Path:
 
 
 def _interpreter_tests() -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "ops").glob("test_gpu_*.py"))]
+    paths = sorted((ROOT / "tests" / "ops").glob("test_gpu_*.py"))
+    return [*INTERPRETED, *(str(path.relative_to(ROOT)) for path in paths)]
 
 
 def find_python() -> Path | None:

@@ -1,6 +1,8 @@
 """One loaded model with its engine, and what shards of each job need to run on it."""
 
 import itertools
+import logging
+import time
 
 from nightmill.output.closer import planned_inputs
 from nightmill.output.folder import OutputFolder
@@ -12,12 +14,16 @@ from nightmill_worker.feed.requests import RequestMaker
 from nightmill_worker.feed.tokenizer import Tokenizer
 from nightmill_worker.loaded_model import LoadedModel
 from nightmill_worker.model.device_choice import resolve_limits
-from nightmill_worker.service import EngineService
+from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
 from nightmill_worker.shard import JobContext
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits
 from nightmill_worker.wire import EngineInfo
 
 __all__ = ["EngineSession", "RunOptions", "engine_line"]
+
+log = logging.getLogger(__name__)
+
+LOAD_PAUSES_S = (1.0, 5.0)  # before another try to load: memory that was short may be there again
 
 
 class EngineSession:
@@ -70,11 +76,21 @@ class EngineSession:
         )
 
     def _start_engine(self) -> EngineService:
+        """Load it. An engine that is killed meanwhile says nothing about the model: whole jobs would fail for it."""
         service = self._early.take() if self._early is not None else None
-        if service is None:
-            service = begin_engine(self.model, self._options)
-        service.wait_ready()
-        return service
+        for pause_s in (*LOAD_PAUSES_S, None):
+            if service is None:
+                service = begin_engine(self.model, self._options)
+            try:
+                service.wait_ready()
+                return service
+            except EngineDiedError as error:
+                if pause_s is None or error.cause not in (DeathCause.KILL, DeathCause.SIGNAL):
+                    raise
+                log.warning("%s is loaded once more in %g s: %s", self.model.name, pause_s, error)
+            service = None
+            time.sleep(pause_s)
+        raise AssertionError("unreachable")
 
 
 def engine_line(name: str, info: EngineInfo) -> str:

@@ -9,12 +9,18 @@ else beside them:
     run         e                      finished
     run         f                      crash, alone: f is the culprit
 
-One culprit among n costs at most 1 + log2(n) crashes. A crash that had nothing to do with a row (the kernel killed
+One culprit among n costs at most 2 + log2(n) crashes. A crash that had nothing to do with a row (the kernel killed
 the process for its memory) clears everybody in as many windows and no row is blamed.
+
+A process does not send itself SIGKILL: the kernel did, for whoever wanted the memory, or a person. One such death of a
+row that runs alone may be somebody else's doing, so it takes CONVICT_AFTER_KILLS of them, with no other crash between.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+
+CONVICT_AFTER_KILLS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Isolation:
 
     def __init__(self) -> None:
         self._windows: list[tuple[int, ...]] = []
+        self._kills_alone = 0  # of the one request in the window
 
     @property
     def active(self) -> bool:
@@ -46,15 +53,20 @@ class Isolation:
         """The requests of all windows."""
         return tuple(i for window in self._windows for i in window)
 
-    def crashed(self, in_flight: Sequence[int]) -> Verdict:
-        """The engine died with these started: they are the suspects now, everybody else is cleared."""
+    def crashed(self, in_flight: Sequence[int], *, is_kill: bool = False) -> Verdict:
+        """The engine died with these started: they are the suspects now, everybody else is cleared.
+
+        `is_kill`: by SIGKILL, which need not be a row's doing.
+        """
         if not in_flight:
             return Verdict(None, ())
         suspects = tuple(in_flight)
         cleared = tuple(i for window in self._windows for i in window if i not in set(suspects))
         # Only a window of one convicts: a first crash with one request inside may have been anything.
-        if self.window == suspects and len(suspects) == 1:
-            self._windows = []
+        is_alone = self.window == suspects and len(suspects) == 1
+        self._kills_alone = self._kills_alone + 1 if is_alone and is_kill else 0
+        if is_alone and (not is_kill or self._kills_alone == CONVICT_AFTER_KILLS):
+            self._windows, self._kills_alone = [], 0
             return Verdict(suspects[0], cleared)
         self._windows = _halves(suspects)
         return Verdict(None, cleared)
@@ -62,6 +74,8 @@ class Isolation:
     def settled(self, request_ids: Iterable[int]) -> None:
         """These ended without a crash (finished, cancelled). An emptied window brings up the next."""
         ended = set(request_ids)
+        if ended.intersection(self.window):
+            self._kills_alone = 0
         windows = [tuple(i for i in window if i not in ended) for window in self._windows]
         left = [window for window in windows if window]
         # The first half is clear, so the culprit is in the second: halve it without paying for a crash.

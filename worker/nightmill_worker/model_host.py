@@ -11,12 +11,10 @@ from nightmill.records import ModelSpec
 from nightmill_worker.engine_session import EngineSession, RunOptions, engine_line
 from nightmill_worker.fleet_jobs import JobContexts
 from nightmill_worker.loaded_model import LoadedModel
-from nightmill_worker.service import DeathCause, EngineDiedError
 from nightmill_worker.shard_crew import ShardCrew
 
 log = logging.getLogger(__name__)
 
-LOAD_TRIES = 3
 FIRST_REFUSAL_S, MAX_REFUSAL_S = 15.0, 300.0  # until a model that could not be loaded is tried again: doubling
 LoadModel = Callable[[ModelSpec], LoadedModel]
 
@@ -140,17 +138,9 @@ class ModelHost:
         self._drop()
 
     def _open_session(self, spec: ModelSpec) -> EngineSession:
-        """Load it. An engine that is killed meanwhile says nothing about the model: whole jobs would fail for it."""
         model = self._load(spec)
-        for tries_left in reversed(range(LOAD_TRIES)):
-            log.info("loading %s", model.name)
-            try:
-                return EngineSession(model, self._options)
-            except EngineDiedError as error:
-                if error.cause is not DeathCause.SIGNAL or not tries_left:
-                    raise
-                log.warning("%s is loaded once more: %s", model.name, error)
-        raise AssertionError("unreachable")
+        log.info("loading %s", model.name)
+        return EngineSession(model, self._options)
 
     def _drop(self) -> None:
         with self._changed:

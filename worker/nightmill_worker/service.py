@@ -55,7 +55,9 @@ class DeathCause(StrEnum):
     EXCEPTION = "exception"
     """A step, or the start, raised; the message is the exception's."""
     SIGNAL = "signal"
-    """Killed: SIGSEGV, the kernel's out-of-memory killer, a person."""
+    """A fault of its own: SIGSEGV, SIGBUS, SIGABRT."""
+    KILL = "kill"
+    """SIGKILL: the kernel's out-of-memory killer, or a person."""
     EXIT = "exit"
     """The process exited by itself."""
     HANG = "hang"
@@ -394,13 +396,11 @@ class EngineService:
             limit = self._setup.step_timeout_s
             return EngineDiedError(DeathCause.HANG, f"no engine step completed for {limit:g} s", detail=dump)
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = None
+            message = f"the engine process was killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 hint = "SIGKILL is often the kernel's out-of-memory killer: see dmesg, lower --max-num-seqs."
-            return EngineDiedError(
-                DeathCause.SIGNAL, f"the engine process was killed by {name}", detail=dump, hint=hint
-            )
+                return EngineDiedError(DeathCause.KILL, message, detail=dump, hint=hint)
+            return EngineDiedError(DeathCause.SIGNAL, message, detail=dump)
         return EngineDiedError(DeathCause.EXIT, f"the engine process exited with code {code}", detail=dump)
 
     def _read_dump(self) -> str:

@@ -26,7 +26,8 @@ from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # only bounds how late a stop is noticed: new work and finished sequences wake the thread
-MAX_BARREN_DEATHS = 16  # deaths in a row without one finished row: it is not the rows. 1 + log2(8192 started) fit
+# Deaths in a row without one finished row: it is not the rows. Of 8192 started ones 13 lead to one alone, 3 convict it.
+MAX_BARREN_DEATHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,7 +471,7 @@ class EngineSupervisor:
                 suspected.append(request_id)
         self._in_engine.clear()
         self._to_cancel.clear()
-        culprit = self._isolation.crashed(suspected).culprit
+        culprit = self._isolation.crashed(suspected, is_kill=death.cause is DeathCause.KILL).culprit
         self._isolation.settled(withdrawn)
         if culprit is not None:
             key, request = known.pop(culprit)

@@ -140,7 +140,7 @@ def test_submit_blocks_at_the_bound() -> None:
     ("what", "cause", "words"),
     [
         ("exit", DeathCause.EXIT, "exited with code 3"),
-        ("kill", DeathCause.SIGNAL, "SIGKILL"),
+        ("kill", DeathCause.KILL, "SIGKILL"),
         ("segv", DeathCause.SIGNAL, "SIGSEGV"),
         ("raise", DeathCause.EXCEPTION, "CUDA out of memory"),
     ],

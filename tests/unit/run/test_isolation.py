@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill_worker.isolation import Isolation
+from nightmill_worker.isolation import CONVICT_AFTER_KILLS, Isolation
 
 
 def search(suspects: list[int], culprits: set[int]) -> tuple[list[int], set[int], int]:
@@ -50,6 +50,28 @@ def test_a_first_crash_with_one_request_inside_convicts_nobody() -> None:
     assert isolation.window == (7,)
     assert isolation.crashed([7]).culprit == 7
     assert not isolation.active
+
+
+def test_a_kill_alone_convicts_nobody_but_a_third_one_does() -> None:
+    isolation = Isolation()
+    isolation.crashed([7, 8], is_kill=True)
+    for _ in range(CONVICT_AFTER_KILLS - 1):
+        assert isolation.crashed([7], is_kill=True).culprit is None
+        assert isolation.window == (7,)
+    assert isolation.crashed([7], is_kill=True).culprit == 7
+    assert not isolation.active
+
+
+def test_kills_of_one_row_are_not_counted_for_the_next() -> None:
+    isolation = Isolation()
+    isolation.crashed([7, 8], is_kill=True)
+    isolation.settled([7])
+    for number in (8, 9):
+        for _ in range(CONVICT_AFTER_KILLS - 1):
+            assert isolation.crashed([number], is_kill=True).culprit is None
+        isolation.settled([number])
+        isolation.crashed([9], is_kill=True)
+    assert isolation.crashed([9]).culprit == 9, "a fault of its own convicts at once"
 
 
 def test_case_I048_a_crash_without_culprit_clears_everybody() -> None:

@@ -16,6 +16,7 @@ from nightmill_worker.engine.loop import EngineLoop
 from nightmill_worker.engine.options import LoopOptions
 from nightmill_worker.engine.request import Finished, FinishReason, Request
 from nightmill_worker.engine.step import StepOutput, StepPlan
+from nightmill_worker.isolation import CONVICT_AFTER_KILLS
 from nightmill_worker.scripted_engine import Script, ScriptedRunner
 from nightmill_worker.service import EngineService
 from nightmill_worker.supervisor import EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
@@ -86,7 +87,8 @@ def test_case_I062_the_row_that_ends_the_engine_is_found(what: str, tmp_path: Pa
     assert blamed[0].code is (RowErrorCode.ENGINE_ERROR if what == "raise" else RowErrorCode.QUARANTINED)
     assert "alone" in blamed[0].message
     # The suspects are those that had started, eight at most; the others only waited in the engine.
-    assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(OPTIONS.max_num_seqs))
+    kills = CONVICT_AFTER_KILLS - 1 if what == "kill" else 0
+    assert len(list(tmp_path.iterdir())) <= 2 + math.ceil(math.log2(OPTIONS.max_num_seqs)) + kills
     # Counters of the dead engines are not lost, but for the last moment before a death.
     assert len(supervisor.stats()) > 1
     assert supervisor.stats()[0].steps > 0
@@ -115,6 +117,18 @@ def test_case_I048_a_passing_failure_blames_no_row(tmp_path: Path) -> None:
     finally:
         supervisor.close()
     assert all(isinstance(o, Finished) for o in outcomes.values())
+
+
+def test_somebody_who_kills_a_row_that_runs_alone_convicts_it_of_nothing(tmp_path: Path) -> None:
+    config = Script(traps={POISON: "kill"}, deaths_dir=tmp_path, max_deaths=CONVICT_AFTER_KILLS)
+    supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
+    try:
+        with supervisor.open() as mailbox:
+            mailbox.offer([request(5, poison=True)])
+            assert [type(outcome) for outcome in drain(mailbox, 1).values()] == [Finished]
+            assert mailbox.reruns == CONVICT_AFTER_KILLS
+    finally:
+        supervisor.close()
 
 
 def test_answers_after_a_crash_equal_those_without(tmp_path: Path) -> None:
@@ -175,7 +189,7 @@ def test_nothing_enters_after_stop_admitting() -> None:
 
 
 def test_a_death_with_thousands_waiting_suspects_only_what_had_started(tmp_path: Path) -> None:
-    config = Script(traps={POISON: "kill"}, deaths_dir=tmp_path)
+    config = Script(traps={POISON: "exit"}, deaths_dir=tmp_path)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
     try:
         with supervisor.open() as mailbox:
