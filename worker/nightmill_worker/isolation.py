@@ -19,7 +19,6 @@ row that runs alone may be somebody else's doing, so it takes CONVICT_AFTER_KILL
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-
 CONVICT_AFTER_KILLS = 3
 
 
