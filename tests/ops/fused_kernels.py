@@ -9,14 +9,14 @@ from dataclasses import replace
 import triton
 from triton.backends.compiler import GPUTarget
 
-from nightmill_kernels.check.compile import _source
+from nightmill_kernels.check.compile import spec_source
 from nightmill_kernels.gpu import cut, draw
 from nightmill_kernels.gpu.spec import KernelSpec
 
 
 def show(spec: KernelSpec) -> None:
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.enable_fp_fusion}
-    built = triton.compile(_source(spec), target=GPUTarget("cuda", 90, 32), options=options)
+    built = triton.compile(spec_source(spec), target=GPUTarget("cuda", 90, 32), options=options)
     fused, divided = (len(re.findall(what, built.asm["ptx"])) for what in (r"\bfma\.", r"\bdiv\.(?:full|approx)"))
     sys.stdout.write(f"{spec.stem} {fused} {divided}\n")
 

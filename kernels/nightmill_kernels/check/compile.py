@@ -33,13 +33,11 @@ def compile_spec(spec: KernelSpec, arch: int) -> KernelBuild:
     facts: dict[str, Any] = {
         "stem": spec.stem,
         "config": spec.config,
-        "triton": triton.__version__,
-        "arch": arch,
         "wants_tensor_cores": spec.wants_tensor_cores,
     }
     started = time.perf_counter()
     try:
-        source = _source(spec)
+        source = spec_source(spec)
         options = {
             "num_warps": spec.num_warps,
             "num_stages": spec.num_stages,
@@ -48,12 +46,20 @@ def compile_spec(spec: KernelSpec, arch: int) -> KernelBuild:
         }
         built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     except Exception as error:  # noqa: BLE001  # whatever a compiler throws is this row's result, not ours
-        return KernelBuild(**facts, seconds=time.perf_counter() - started, error=_last_lines(error))
+        seconds = time.perf_counter() - started
+        return KernelBuild(**facts, triton=triton.__version__, arch=arch, seconds=seconds, error=_last_lines(error))
+    return describe_build(built, arch, **facts, seconds=time.perf_counter() - started)
+
+
+def describe_build(built: Any, arch: int, **facts: Any) -> KernelBuild:
+    """What Triton's CompiledKernel for sm_`arch` uses. `facts`: the fields of the result that it cannot know."""
     ptx: str = built.asm["ptx"]
     used = _resources(built.asm["cubin"])
     stack = max(used["STACK"], used["LOCAL"])
     return KernelBuild(
         **facts,
+        triton=triton.__version__,
+        arch=arch,
         registers=used["REG"],
         spills=max(stack, _spilled_bytes(ptx, arch)) if stack else 0,
         # Triton takes shared memory at the launch; what the object itself names comes on top.
@@ -63,7 +69,6 @@ def compile_spec(spec: KernelSpec, arch: int) -> KernelBuild:
         tcgen05=ptx.count("tcgen05.mma"),
         cp_async=ptx.count("cp.async.cg") + ptx.count("cp.async.ca") + ptx.count("cp.async.bulk"),
         loads_128=len(_LOAD_128.findall(ptx)),
-        seconds=time.perf_counter() - started,
     )
 
 
@@ -81,7 +86,12 @@ def unwrap(kernel: Any) -> JITFunction:
     return kernel
 
 
-def _source(spec: KernelSpec) -> ASTSource:
+def spec_source(spec: KernelSpec) -> ASTSource:
+    """What the compiler is given.
+
+    Raises:
+        SpecError: The spec names other arguments than the kernel has.
+    """
     kernel = unwrap(spec.kernel)
     known, named = set(kernel.arg_names), {*spec.signature, *spec.constants}
     if known != named or set(spec.signature) & set(spec.constants):

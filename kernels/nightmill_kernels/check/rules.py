@@ -20,7 +20,7 @@ def check_builds(builds: Iterable[KernelBuild], budget: Budget) -> Iterator[str]
         if build.error is not None:
             yield f"{build.name}: does not compile: {build.error}"
             continue
-        yield from _check_hardware(build, budget.spills_allowed(build))
+        yield from check_hardware(build, budget.spills_allowed(build))
         yield from _check_budget(build, budget)
 
 
@@ -49,7 +49,8 @@ def unknown_versions(builds: Iterable[KernelBuild], budget: Budget) -> list[str]
     return sorted({build.triton for build in builds if not budget.knows(build.triton)})
 
 
-def _check_hardware(build: KernelBuild, spills_allowed: int) -> Iterator[str]:
+def check_hardware(build: KernelBuild, spills_allowed: int) -> Iterator[str]:
+    """What an architecture refuses, or makes slow."""
     if build.spills > spills_allowed:
         yield (
             f"{build.name}: spills {build.spills} bytes ({build.registers} registers); allowed is {spills_allowed}: "
