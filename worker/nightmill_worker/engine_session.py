@@ -70,6 +70,7 @@ class EngineSession:
                 tier=job.options.tier,
                 max_model_len=self.supervisor.service.info.max_model_len,
                 request_ids=self._request_ids,
+                vocab_size=self.supervisor.service.info.vocab_size,
             ),
             sources=sources,
             lease_ttl_s=lease_ttl_s,

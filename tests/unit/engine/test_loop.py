@@ -85,7 +85,8 @@ def test_many_stop_tokens_widen_the_table(make_drill, make_request):
     drill.add(make_request(1, 10, max_tokens=30))
     drill.step()
     tokens, _, _ = expected_tokens(make_request(2, 10), 1000)
-    drill.add(make_request(2, 10, stop_token_ids=(*range(2000, 2040), tokens[5])))
+    others = sorted({*range(1000)} - {*tokens})[:40]
+    drill.add(make_request(2, 10, stop_token_ids=(*others, tokens[5])))
     answers = drill.drain()
     assert answers[2].stop_match == tokens[5]
     assert answers[1].finish_reason == "length"
@@ -150,6 +151,7 @@ def test_live_id_cannot_be_added_twice(make_drill, make_request):
         ((1,) * 500, {"max_tokens": 13}, "together they may be at most 512"),
         ((1, 1000), {}, "outside the vocabulary of 1000"),
         ((-1,), {}, "outside the vocabulary of 1000"),
+        ((1, 2), {"stop_token_ids": (5, 1000), "min_tokens": 2}, "stop_token_ids holds 1000, outside the vocabulary"),
     ],
 )
 def test_request_that_can_never_run_is_a_row_error(make_drill, make_request, prompt, sampling, message):
@@ -158,6 +160,16 @@ def test_request_that_can_never_run_is_a_row_error(make_drill, make_request, pro
     answers = drill.drain()
     assert answers[1].finish_reason == "error"
     assert message in answers[1].error
+    assert answers[2].finish_reason == "length"
+
+
+def test_an_eos_that_the_model_cannot_draw_is_not_banned(make_drill, make_request):
+    """As a place in the logits of all rows it would be another row's token."""
+    drill = make_drill()
+    drill.add(make_request(1, 5, eos=(7, 1000, 1004), min_tokens=3), make_request(2, 5))
+    answers = drill.drain()  # the fake model audits each plan
+    assert answers[1].error is None
+    assert len(answers[1].token_ids) >= 3
     assert answers[2].finish_reason == "length"
 
 

@@ -28,9 +28,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(make_tokenizer(tmp_path_factory.mktemp("chat"), chat=True))
 
 
-def maker(tokenizer: Tokenizer, *, max_model_len: int = 20, **spec: Any) -> RequestMaker:
+def maker(tokenizer: Tokenizer, *, max_model_len: int = 20, vocab_size: int | None = None, **spec: Any) -> RequestMaker:
     job = JobSpec(inputs=("in",), output="out", model=ModelSpec(model="m"), **spec)
-    return RequestMaker(tokenizer, job, job_id="job", tier=Tier.LOW, max_model_len=max_model_len)
+    return RequestMaker(tokenizer, job, job_id="job", tier=Tier.LOW, max_model_len=max_model_len, vocab_size=vocab_size)
 
 
 def row(index: int = 0, **fields: Any) -> InputRow:
@@ -54,6 +54,16 @@ def test_plain_prompts_keep_their_order_and_carry_the_job(plain: Tokenizer) -> N
     assert [r.prompt for r in results] == [(i + 2, 3) for i in range(5)]
     assert {(r.job_id, r.tier, r.seed) for r in results} == {("job", Tier.LOW, 9)}
     assert len({r.request_id for r in results}) == 5
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_a_row_error(plain: Tokenizer) -> None:
+    samplings = [SamplingParams(max_tokens=4, stop_token_ids=(3, last)) for last in (99, 100)]
+    rows = [row(i, prompt="2 3", sampling=sampling) for i, sampling in enumerate(samplings)]
+    good, bad = maker(plain, vocab_size=100).make(rows)
+    assert made(good).request.sampling.stop_token_ids == (3, 99)
+    assert refused(bad) == "invalid_sampling_params"
+    assert isinstance(bad, Completion)
+    assert "stop_token_ids holds 100" in str(bad.error_message)
 
 
 def test_makers_that_share_ids_never_repeat_one(plain: Tokenizer) -> None:

@@ -45,6 +45,8 @@ def audit_plan(plan: StepPlan, pool: PoolShape, vocab_size: int) -> None:
         (batch.token_index == plan.query_starts[1:][batch.sequence] - 1).all(), "a draw reads its sequence's last token"
     )
     _require((batch.position == plan.context_lens[batch.sequence]).all(), "a draw is the token after the context")
+    for ids in batch.banned.values():
+        _require(bool(((ids >= 0) & (ids < vocab_size)).all()), "banned tokens are in the vocabulary")
     if plan.token_source is not None:
         named = np.flatnonzero(plan.token_source >= 0)
         _require(len(plan.token_source) == plan.num_tokens, "token_source is about the step's tokens")

@@ -60,7 +60,9 @@ class EngineLoop:
         self.options = options
         self.pool = PagePool(runner.pool)
         self.index = PrefixIndex(self.pool) if options.enable_prefix_caching else None
-        self.table = RunningTable(options.max_num_seqs, options.max_model_len, self.pool.page_size)
+        self.table = RunningTable(
+            options.max_num_seqs, options.max_model_len, self.pool.page_size, vocab_size=runner.vocab_size
+        )
         self.lengths = LengthModel()
         self.queue = WaitingQueue(self._tier_queue)
         self.counters = Counters()

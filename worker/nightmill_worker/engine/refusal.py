@@ -29,6 +29,8 @@ def reason_to_refuse(
         return f"the prompt has {length} tokens; the page pool holds {usable * size} ({usable} pages of {size})"
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         return f"the prompt has token ids outside the vocabulary of {vocab_size}"
+    if max(request.sampling.stop_token_ids, default=0) >= vocab_size:
+        return f"stop_token_ids holds {max(request.sampling.stop_token_ids)}, outside the vocabulary of {vocab_size}"
     if request.sampling.stop and not has_text:
         return "stop strings need a tokenizer; this engine was started without one"
     return None

@@ -26,9 +26,10 @@ class RunningTable:
     tokens that are not known yet.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, page_size: int, *, vocab_size: int) -> None:
         rows = max_num_seqs
         self.page_size = page_size
+        self._vocab_size = vocab_size
         self.sequences: list[Sequence | None] = [None] * rows
         self.tokens = np.zeros((rows, max_model_len), np.int32)  # untouched pages of it cost no memory
         self.page_table = np.zeros((rows, -(-max_model_len // page_size)), np.int32)
@@ -118,7 +119,9 @@ class RunningTable:
         self.entry[row], self.request_id[row] = sequence.entry, request.request_id
         self.num_preemptions[row] = sequence.num_preemptions
         self.immune_until[row] = num_tokens + IMMUNE_TOKENS if sequence.num_preemptions else 0
-        self._set_stop_ids(row, tuple(dict.fromkeys(request.eos_token_ids + sampling.stop_token_ids)))
+        # A tokenizer may name an EOS that this model cannot draw; banned (min_tokens), it would be another row's token.
+        stop_ids = dict.fromkeys(request.eos_token_ids + sampling.stop_token_ids)
+        self._set_stop_ids(row, tuple(i for i in stop_ids if 0 <= i < self._vocab_size))
         self.has_stop_strings[row] = sequence.stop is not None
         self.needs_history[row] = (
             sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1

@@ -34,6 +34,7 @@ class RequestMaker:
         tier: Tier,
         max_model_len: int,
         request_ids: Iterator[int] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Decide once how prompts are rendered.
 
@@ -44,6 +45,7 @@ class RequestMaker:
             tier: Goes into every request.
             max_model_len: Prompt and completion tokens a sequence may have.
             request_ids: Shared by all makers that feed one engine.
+            vocab_size: Of the model: token ids are below it. None: not known, and not looked at.
 
         Raises:
             ValidationError: `--chat` for a model without a chat template.
@@ -53,6 +55,7 @@ class RequestMaker:
         self._job_id = job_id
         self._tier = tier
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._ids = request_ids or itertools.count()
         self._renderer = PromptRenderer(tokenizer, system_prompt=spec.system_prompt, chat=spec.chat)
         self._prefixes = PrefixEncoder(tokenizer)
@@ -98,6 +101,12 @@ class RequestMaker:
         sampling = row.sampling
         if not token_ids:
             raise RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
+        if self._vocab_size is not None and max(sampling.stop_token_ids, default=0) >= self._vocab_size:
+            raise RowError(
+                RowErrorCode.INVALID_SAMPLING_PARAMS,
+                f"stop_token_ids holds {max(sampling.stop_token_ids):,}; the model's token ids are below "
+                f"{self._vocab_size:,}",
+            )
         if room < 1:
             raise RowError(
                 RowErrorCode.CONTEXT_LENGTH_EXCEEDED,
