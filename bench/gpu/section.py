@@ -29,7 +29,7 @@ SECTIONS = (
         limit_s=90,
         relies_on=("ops",),
     ),
-    Section(name="parity", module="bench.gpu.sections.parity", what="the same answers as transformers", limit_s=120),
+    Section(name="parity", module="bench.gpu.sections.parity", what="the same answers as transformers", limit_s=170),
     Section(
         name="nano",
         module="bench.gpu.sections.nano_small",

@@ -121,7 +121,9 @@ class EmbeddedRun:
         supervisor = session.supervisor
         heartbeat = Heartbeat(self._store, worker_id).start()
         try:
-            self._reporter.note(engine_line(self._model.name, supervisor.service.info))
+            info = supervisor.service.info
+            for note in (engine_line(self._model.name, info), *info.notes):
+                self._reporter.note(note)
             if self._model.cores is not None:
                 self._reporter.note(str(self._model.cores))
             crew = ShardCrew(supervisor, heartbeat, self._drain)

@@ -26,6 +26,7 @@ from nightmill_worker.wire import (
     EngineInfo,
     EngineSetup,
     Entering,
+    ExplainsItsStart,
     Failed,
     KnowsItsContext,
     Ready,
@@ -65,6 +66,7 @@ def engine_main(inbox: Connection, outbox: Connection, setup: EngineSetup) -> No
             max_model_len=options.max_model_len,
             pid=os.getpid(),
             start_s=time.monotonic() - started,
+            notes=runner.start_notes if isinstance(runner, ExplainsItsStart) else (),
         )
         if setup.parent_pid is not None:
             tune_gc()

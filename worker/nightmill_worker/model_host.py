@@ -122,7 +122,9 @@ class ModelHost:
                 self._wanted = None
                 self._changed.notify_all()
             raise
-        log.info("%s", engine_line(session.model.name, session.supervisor.service.info))
+        info = session.supervisor.service.info
+        for note in (engine_line(session.model.name, info), *info.notes):
+            log.info("%s", note)
         if session.model.cores is not None:
             log.info("%s", session.model.cores)
         with self._changed:

@@ -28,6 +28,13 @@ class KnowsItsContext(Protocol):
     max_model_len: int
 
 
+@runtime_checkable
+class ExplainsItsStart(Protocol):
+    """A runner that has something to say about how it was set up: lines for whoever started the engine."""
+
+    start_notes: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """Everything the engine process is started with."""
@@ -81,6 +88,7 @@ class EngineInfo:
     max_model_len: int  # tokens a sequence may have
     pid: int
     start_s: float  # from the process's first line to ready
+    notes: tuple[str, ...] = ()  # see ExplainsItsStart
 
 
 @dataclass(frozen=True, slots=True)

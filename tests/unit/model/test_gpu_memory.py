@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,9 @@ def test_a_model_that_leaves_no_pages_is_refused_with_the_account(
 
 
 def test_needs_follow_from_shapes(config: ModelConfig) -> None:
-    def of(limits: StepLimits = LIMITS, *, enforce_eager: bool = False, max_model_len: int = 1024) -> MemoryNeeds:
+    def of(
+        limits: StepLimits = LIMITS, *, enforce_eager: bool = False, max_model_len: int = 1024, page_size: int = 16
+    ) -> MemoryNeeds:
         return memory_needs(
             config,
             torch.bfloat16,
@@ -93,6 +96,7 @@ def test_needs_follow_from_shapes(config: ModelConfig) -> None:
             weights=7,
             activations=11,
             max_model_len=max_model_len,
+            page_size=page_size,
             enforce_eager=enforce_eager,
         )
 
@@ -102,6 +106,7 @@ def test_needs_follow_from_shapes(config: ModelConfig) -> None:
     assert of(enforce_eager=True).buffers == usual.buffers - 8 * config.vocab_size * 2
     assert of(max_model_len=4096).buffers > usual.buffers
     assert of(replace(LIMITS, max_num_seqs=16)).buffers > usual.buffers
+    assert of(page_size=1).buffers - usual.buffers == 4 * 8 * (1024 - 64), "page tables of eight rows"
 
 
 def test_weights_are_counted_without_being_made(config: ModelConfig, tmp_path: Path) -> None:
@@ -119,7 +124,19 @@ def test_size_of_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan_device_host_pages(shape, EngineOptions()) == pages
     assert plan_device_host_pages(replace(shape, num_pages=40), EngineOptions()) == 10
     assert plan_device_host_pages(shape, EngineOptions(swap_bytes=0)) == 0
-    assert plan_device_host_pages(shape, EngineOptions(swap_bytes=5 << 14)) == 5
+    assert plan_device_host_pages(shape, EngineOptions(swap_bytes=4 << 14)) == 4
+    assert plan_device_host_pages(shape, EngineOptions(swap_bytes=(4 << 14) + 1)) == 4
+
+
+def test_no_more_memory_is_locked_than_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch locks powers of two."""
+    monkeypatch.setattr("nightmill_worker.model.pool._available_memory_bytes", lambda: 12 * GIB)
+    for page_kib, asked in ((16, None), (16, 5 * GIB), (28, None), (28, 5 * GIB), (28, 8 * GIB), (112, 3 << 20)):
+        shape = PoolShape(num_pages=1 << 20, page_size=16, bytes_per_token=page_kib << 6)
+        num_bytes = plan_device_host_pages(shape, EngineOptions(swap_bytes=asked)) * (page_kib << 10)
+        locked = 1 << (num_bytes - 1).bit_length()
+        assert locked <= (asked or 3 * GIB)
+        assert 4 * num_bytes > (asked or 3 * GIB), "a page less than the largest power of two, which may be half of it"
 
 
 # ---------------------------------------------------------------- starting
@@ -195,6 +212,50 @@ def test_out_of_memory_says_what_to_change(stage: str, config: ModelConfig, monk
         start(config, device, load=load)
     for flag in ("--gpu-memory-utilization below 0.9", "--max-num-batched-tokens", "--enforce-eager"):
         assert flag in (caught.value.hint or "")
+
+
+def test_memory_that_cannot_be_locked_is_another_matter(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SmallDevice(GIB, GIB)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(device, "host_tensor", fail)
+    with pytest.raises(
+        ModelError, match=r"no more memory to lock while allocating pages and buffers: .*out of memory"
+    ) as caught:
+        start(config, device)
+    assert "--swap-space" in (caught.value.hint or "")
+
+
+def test_what_a_broken_device_says_is_not_taken_for_a_lack_of_memory(config: ModelConfig) -> None:
+    def fail(*_: object) -> ModelWeights:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        start(config, SmallDevice(GIB, GIB), load=fail)
+
+
+def test_a_start_says_how_memory_was_divided_and_what_was_recorded(config: ModelConfig) -> None:
+    memory, graphs = start(config, SmallDevice(GIB, GIB)).start_notes
+    assert memory.startswith("GPU memory: of 1,024 MiB: weights ")
+    assert "KV pages" in memory
+    assert graphs.startswith("recorded 4 decode graphs in ")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_a_gpu_that_is_too_old(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    made = SmallDevice(GIB, GIB)
+    made.capability = capability
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("nightmill_worker.model.cuda_device.CudaDevice", lambda: made)
+    if capability >= (8, 0):
+        assert open_device("auto") is made
+        return
+    assert open_device("auto") is None
+    assert "compute capability 7.5" in caplog.text
+    with pytest.raises(ModelError, match=r"7\.5; the kernels need 8\.0"):
+        open_device("cuda")
 
 
 def test_a_step_longer_than_a_sequence_may_be_is_tried_with_more_sequences(config: ModelConfig) -> None:

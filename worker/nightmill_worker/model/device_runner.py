@@ -1,6 +1,5 @@
 """A Runner for a device that works behind the host's back: one copy to it and one copy back in a step."""
 
-import logging
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,7 +25,6 @@ from nightmill_worker.model.stand_in import stand_in
 from nightmill_worker.model.step_inputs import StepInputs
 
 MAX_IN_FLIGHT = 2
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -68,6 +66,7 @@ class DeviceRunner:
         self._shape = pool.shape
         self.max_model_len = max_model_len  # tokens a sequence may have: what the rotary tables were made for
         self.roofline: Roofline | None = None  # see HasRoofline
+        self.start_notes: tuple[str, ...] = ()  # see ExplainsItsStart
         attention = AttentionPlanner(
             config,
             device,
@@ -138,8 +137,7 @@ class DeviceRunner:
         if not self._idle:
             raise RuntimeError(f"{MAX_IN_FLIGHT} steps are in flight: collect one first")
         flight = self._idle[0]
-        flight.started.record()
-        flight.sample, logits = self._compute(decoder, plan)
+        flight.sample, logits = self._compute(decoder, plan, flight.started)
         flight.num_values = 0
         if flight.sample is not None:
             drawn = self._sampler.draw(logits, flight.sample)
@@ -176,7 +174,7 @@ class DeviceRunner:
     def record_decodes(self) -> None:
         """Record the graphs of decodes that share no prefix, the largest first: the others fit into its memory.
 
-        Then draw in both ways from one row, so that the first step finds those kernels compiled, too.
+        Then draw from one row in every way, so that the first step finds those kernels compiled, too.
         """
         if self._graphs is not None:
             started = perf_counter()
@@ -185,23 +183,25 @@ class DeviceRunner:
                 tensors = self._inputs.put_decodes(plan, self._inputs.lists_of(plan, size), size, grouped=False)
                 self._inputs.staging.flush()
                 self._graphs.capture(size, tensors, grouped=False)
-            _log.info("recorded %d decode graphs in %.1f s", len(self._graphs.sizes), perf_counter() - started)
-        for temperature in (0.0, 1.0):
-            self.run(stand_in(1, draws=1, temperature=temperature))
+            seconds = perf_counter() - started
+            self.start_notes += (f"recorded {len(self._graphs.sizes)} decode graphs in {seconds:.1f} s",)
+        for temperature, filters in ((0.0, False), (1.0, False), (1.0, True)):
+            self.run(stand_in(1, draws=1, temperature=temperature, filters=filters))
 
     def close(self) -> None:
         """Free the pool and the weights."""
         self._decoder = self._host = self._graphs = None
         self._in_flight.clear()
 
-    def _compute(self, decoder: Decoder, plan: StepPlan) -> tuple[StagedSample | None, Tensor]:
-        """Everything up to the logits, [≥ R, V]."""
+    def _compute(self, decoder: Decoder, plan: StepPlan, started: Mark) -> tuple[StagedSample | None, Tensor]:
+        """Everything up to the logits, [≥ R, V]. `started` is recorded once the host has staged the step."""
         graphs, size = self._graphs, None
         if graphs is not None and plan.num_tokens == plan.num_sequences and len(plan.sample.token_index):
             size = graphs.size_for(plan.num_tokens)
         if graphs is None or size is None:
             tensors = self._inputs.put(plan)
             sample = self._stage_sample(plan.sample)
+            started.record()
             self._inputs.staging.flush()
             hidden = decoder.forward(tensors)
             return sample, decoder.logits(hidden) if len(hidden) else hidden
@@ -210,6 +210,7 @@ class DeviceRunner:
         tensors = self._inputs.put_decodes(plan, lists, size, grouped=grouped)
         sampled = self._inputs.put_sampled(plan)
         sample = self._stage_sample(plan.sample)
+        started.record()
         self._inputs.staging.flush()
         graphs.replay(size, tensors, grouped=grouped)
         logits = self._logits[: plan.num_tokens] if sampled is None else self._logits.index_select(0, sampled)

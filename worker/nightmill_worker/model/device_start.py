@@ -31,6 +31,9 @@ from nightmill_worker.model.weights import ModelWeights
 
 _log = logging.getLogger(__name__)
 
+LEAST_CAPABILITY = (8, 0)
+"""Triton's own; below it matrix products of 16 bits have no instructions that it emits."""
+
 LoadWeights = Callable[[torch.dtype, torch.device], ModelWeights]
 
 
@@ -56,7 +59,15 @@ def open_device(requested: str) -> Device | None:
         )
     from nightmill_worker.model.cuda_device import CudaDevice
 
-    return CudaDevice()
+    device = CudaDevice()
+    if device.capability is not None and device.capability < LEAST_CAPABILITY:
+        have, least = (".".join(map(str, version)) for version in (device.capability, LEAST_CAPABILITY))
+        message = f"this GPU has compute capability {have}; the kernels need {least} (Ampere) or later"
+        if requested == CUDA:
+            raise ModelError(f"--device {CUDA}: {message}", hint="Pass --device cpu.")
+        _log.warning("%s: running on the CPU", message)
+        return None
+    return device
 
 
 def start_on_device(
@@ -104,10 +115,10 @@ def start_on_device(
         weights=needed,
         activations=activations,
         max_model_len=max_model_len,
+        page_size=page_size,
         enforce_eager=options.enforce_eager,
     )
     shape = plan_device_pool(config, options, needs, memory, dtype=dtype, max_model_len=max_model_len)
-    _log.info("%s", describe(memory, needs, shape))
     with explains_out_of_memory("allocating pages and buffers", options):
         pool = KVPool(config, shape, kind, where)
         decoder.bind(pool)
@@ -122,6 +133,7 @@ def start_on_device(
             num_host_pages=plan_device_host_pages(shape, options),
             enforce_eager=options.enforce_eager,
         )
+    runner.start_notes = (describe(memory, needs, shape),)
     with explains_out_of_memory("recording decode steps", options):
         runner.record_decodes()
     return runner

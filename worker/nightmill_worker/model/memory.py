@@ -24,7 +24,7 @@ _GRAPH_FRACTION = 0.03
 _FLOATS_PER_LOGIT = 3
 """Penalties, logprobs and sampling work on float32 copies: so many at once, of the rows that draw."""
 _SWAP_BYTES = 128 << 20
-_STAGING_BYTES = 64 << 20
+_STAGING_BYTES = 64 << 20  # of a step's inputs, but for its page tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ def memory_needs(
     weights: int,
     activations: int,
     max_model_len: int,
+    page_size: int,
     enforce_eager: bool,
 ) -> MemoryNeeds:
     """What is needed for certain, from shapes, and what was measured."""
@@ -64,11 +65,12 @@ def memory_needs(
     partials = max(decode_capacity(limits.max_num_seqs, max_model_len, w, grouped=True).partials for w in windows)
     scratch = 4 * partials * config.num_heads * (config.head_dim + 1)
     drawing = 4 * _FLOATS_PER_LOGIT * limits.max_num_seqs * config.vocab_size
+    tables = 4 * limits.max_num_seqs * -(-max_model_len // page_size)
     recorded = 0 if enforce_eager else graph_sizes(limits.max_num_seqs)[-1] * config.vocab_size * dtype.itemsize
     return MemoryNeeds(
         weights=weights,
         activations=activations,
-        buffers=scratch + drawing + recorded + _SWAP_BYTES + _STAGING_BYTES,
+        buffers=scratch + drawing + recorded + _SWAP_BYTES + _STAGING_BYTES + tables,
         graphs=0 if enforce_eager else min(_GRAPH_BYTES, int(_GRAPH_FRACTION * memory.total)),
     )
 
@@ -136,10 +138,17 @@ def check_weights_fit(config: ModelConfig, needed: int, memory: DeviceMemory) ->
 
 @contextmanager
 def explains_out_of_memory(doing: str, options: EngineOptions) -> Iterator[None]:
-    """Turn torch's out-of-memory error into one that says what to change."""
+    """Turn torch's out-of-memory error into one that says what to change. Page-locked host memory has another one."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        if "out of memory" not in str(error):
+            raise
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise ModelError(
+                f"the machine has no more memory to lock while {doing}: {str(error).splitlines()[0]}",
+                hint="Pass a smaller --swap-space (0: preempted rows are computed again), or raise `ulimit -l`.",
+            ) from error
         raise ModelError(
             f"the GPU ran out of memory while {doing}: {str(error).splitlines()[0]}",
             hint=f"Pass a --gpu-memory-utilization below {options.gpu_memory_utilization:g}, a smaller "

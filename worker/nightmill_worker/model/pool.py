@@ -83,12 +83,19 @@ def plan_host_pages(shape: PoolShape, options: EngineOptions) -> int:
 
 
 def plan_device_host_pages(shape: PoolShape, options: EngineOptions) -> int:
-    """Pages of a GPU's host pool: as `swap_bytes` says, else 4 GiB, but no more than a quarter of either memory."""
+    """Pages of a GPU's host pool: as `swap_bytes` says, else 4 GiB, but no more than a quarter of either memory.
+
+    torch locks memory in powers of two (its CachingHostAllocator), so that 5 GiB would take 8: then it is 4.
+    """
     bytes_per_page = shape.page_size * shape.bytes_per_token
     if options.swap_bytes is not None:
-        return options.swap_bytes // bytes_per_page
-    budget = min(_LOCKED_BYTES, int(_LOCKED_FRACTION * _available_memory_bytes()))
-    return min(budget // bytes_per_page, shape.num_pages // _HOST_POOL_DIVISOR)
+        budget, most = options.swap_bytes, options.swap_bytes // bytes_per_page
+    else:
+        budget = min(_LOCKED_BYTES, int(_LOCKED_FRACTION * _available_memory_bytes()))
+        most = shape.num_pages // _HOST_POOL_DIVISOR
+    num_pages = min(budget // bytes_per_page, most)
+    locked = 1 << max(0, num_pages * bytes_per_page - 1).bit_length()
+    return num_pages if locked <= budget else locked // 2 // bytes_per_page
 
 
 def _size(num_bytes: int) -> str:

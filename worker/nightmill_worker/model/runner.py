@@ -21,6 +21,7 @@ from nightmill_worker.model.device_runner import DeviceRunner
 from nightmill_worker.model.device_start import open_device, start_on_device
 from nightmill_worker.model.dtype import resolve_dtype, torch_dtype
 from nightmill_worker.model.dummy import dummy_weights
+from nightmill_worker.model.memory import explains_out_of_memory
 from nightmill_worker.model.plan_tensors import step_tensors
 from nightmill_worker.model.pool import KVPool, plan_host_pages, plan_pool
 from nightmill_worker.model.quantization import check_quantization
@@ -75,7 +76,8 @@ class ModelRunnerConfig:
 
     def _build_on(self, device: Device, config: ModelConfig, max_model_len: int) -> DeviceRunner:
         dtype = resolve_dtype(self.spec.dtype, config, device.torch_device.type, capability=device.capability)
-        roofline = model_roofline(config, dtype, device.torch_device)
+        with explains_out_of_memory("measuring what the device can do", self.options):
+            roofline = model_roofline(config, dtype, device.torch_device)
         runner = start_on_device(
             config,
             device,
