@@ -105,6 +105,11 @@ kernels-check: $(VENV)/.dev  ## compile every Triton kernel for GPUs that are no
 	$(BIN)/python -m nightmill_kernels.check --triton $(TRITON) --arch $(ARCHS) \
 		$(if $(JSON),--json "$(JSON)") $(if $(UPDATE),--update)
 
+MODELS ?=
+.PHONY: rehearsal
+rehearsal: $(VENV)/.dev  ## the GPU path on tensors without values, every launch compiled for sm_90; MODELS="qwen3-0.6b"
+	$(BIN)/python -m bench.gpu.rehearsal $(if $(MODELS),--model $(MODELS))
+
 .PHONY: venv-check
 venv-check: $(VENV)/.dev  ## engine and kernels on Python 3.12, torch 2.11 and triton 3.6, as GPU machines have them (3 GB, once)
 	$(BIN)/python bench/venv_check.py

@@ -1,7 +1,8 @@
 """`make venv-check`: the engine and the kernels in the Python that a GPU machine has, and nothing of a fleet's.
 
 Makes a virtual environment with Python 3.12, torch 2.11 and triton 3.6 and without queue, database or object store,
-then imports everything a GPU run needs there, runs a tiny model, and runs the kernels in Triton's interpreter.
+then imports everything a GPU run needs there, runs a tiny model, rehearses three models' steps with every launch
+compiled, and runs the kernels in Triton's interpreter.
 PyPI has torch 2.11 for Linux on x86-64 with CUDA only: about 3 GB to fetch, once; no GPU is needed.
 """
 
@@ -28,6 +29,7 @@ TESTS = (
     *("tests/unit/test_import_compatibility.py", "tests/ops/test_kernels_check.py"),
     *("tests/unit/engine", "tests/unit/model"),
 )
+REHEARSED = ("qwen3-0.6b", "llama-3.1-8b", "gemma-3-1b")
 VERSIONS = """
 import sys, numpy, torch, transformers, triton
 print("python", sys.version.split()[0])
@@ -52,12 +54,22 @@ def main() -> int:
     if len(sys.argv) > 1:
         return _run(python, sys.argv[1:])
     status = _run(python, [*TESTS, *(f"--ignore={name}" for name in INTERPRETED)])
+    status = _rehearse(python) or status
     return _run(python, _interpreter_tests(), before=(_interpreter_numpy(python),)) or status
 
 
-def _run(python: Path, tests: Sequence[str], before: Sequence[Path] = ()) -> int:
+def _rehearse(python: Path) -> int:
+    command = [str(python), "-m", "bench.gpu.rehearsal", "--model", *REHEARSED]
+    return subprocess.run(command, check=False, cwd=ROOT, env=_environment()).returncode
+
+
+def _environment(before: Sequence[Path] = ()) -> dict[str, str]:
     paths = [*before, *(ROOT / name for name in ("jobs", "worker", "kernels", "."))]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TRITON_INTERPRET": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def _run(python: Path, tests: Sequence[str], before: Sequence[Path] = ()) -> int:
+    env = _environment(before) | {"TRITON_INTERPRET": "1"}
     subprocess.run([str(python), "-c", VERSIONS], check=True, env=env)
     command = [str(python), "-m", "pytest", "-q", "-m", "not long", f"--ignore={FLEET_TEST}", *tests]
     return subprocess.run(command, check=False, cwd=ROOT, env=env).returncode

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.gpu.bound import analytic_table
+from bench.gpu.bound import analytic_steps, analytic_table
 from bench.gpu.conductor import TINY_PATIENCE, Conductor
 from bench.gpu.facts import gather_facts
 from bench.gpu.report import DATA, NOT_MEASURED, RESULTS, Report
@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(
         facts=gather_facts(options.commit, command),
         bounds=analytic_table(ASSUMED),
+        steps=analytic_steps(ASSUMED),
         is_tiny=options.tiny,
         folder=options.out,
     )

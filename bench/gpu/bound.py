@@ -61,6 +61,41 @@ def decode_seconds(cost: CostModel, rows: int, context: int, shared: int = 0) ->
     return cost.seconds(Work(rows, rows, rows * context, rows * (context - shared) + shared), 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBound:
+    """The least times of single steps of a model, ms."""
+
+    model: str
+    decode_ms: float  # ROWS rows at CONTEXT tokens
+    shared_decode_ms: float  # SHARED of these tokens the same for all rows, read once
+    prefill_ms: float  # PREFILL tokens of prompts of CONTEXT tokens, each of which draws
+    swap_ms: float  # one row's KV to the host, or back
+    recompute_ms: float  # the same row's tokens computed again
+
+
+ROWS, CONTEXT, SHARED, PREFILL = 256, 1024, 768, 8192
+
+
+def analytic_steps(ceilings: Ceilings) -> list[StepBound]:
+    """Single steps of every model."""
+    steps = []
+    for shape in MODELS.values():
+        cost = CostModel(ceilings.device, shape)
+        prompts = PREFILL // CONTEXT
+        attended = CONTEXT * (CONTEXT + 1) // 2
+        steps.append(
+            StepBound(
+                model=shape.name,
+                decode_ms=1e3 * decode_seconds(cost, ROWS, CONTEXT),
+                shared_decode_ms=1e3 * decode_seconds(cost, ROWS, CONTEXT, SHARED),
+                prefill_ms=1e3 * cost.seconds(Work(PREFILL, prompts, prompts * attended, PREFILL), 1),
+                swap_ms=1e3 * CONTEXT * shape.kv_bytes_per_token / ceilings.device.host_bytes_per_s,
+                recompute_ms=1e3 * cost.seconds(Work(CONTEXT, 1, attended, CONTEXT), 1),
+            )
+        )
+    return steps
+
+
 def analytic_table(ceilings: Ceilings) -> list[WorkloadBound]:
     """Every workload on every model."""
     workloads = {

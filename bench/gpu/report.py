@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.gpu.bound import WorkloadBound
+from bench.gpu.bound import CONTEXT, PREFILL, ROWS, SHARED, StepBound, WorkloadBound
 from bench.gpu.conductor import Ending, Outcome
 from bench.gpu.facts import Facts
 from bench.gpu.notebook import Check, Figure, Table, number
@@ -22,6 +22,7 @@ class Report:
 
     facts: Facts
     bounds: Sequence[WorkloadBound]  # from assumed ceilings
+    steps: Sequence[StepBound] = ()  # from the same
     is_tiny: bool
     folder: Path
 
@@ -35,6 +36,7 @@ class Report:
             "measured": self.facts.has_device and not self.is_tiny,
             "facts": asdict(self.facts),
             "bounds_by_assumed_ceilings": [asdict(b) | {"output_tokens_per_s": b.tokens_per_s} for b in self.bounds],
+            "steps_by_assumed_ceilings": [asdict(step) for step in self.steps],
             "sections": [
                 {
                     "name": o.section.name,
@@ -82,6 +84,18 @@ class Report:
                 f"| {b.workload} | {b.model} | {number(b.num_bytes / 1e9)} | {number(b.flops / 1e12)} "
                 f"| {number(b.seconds)} | {number(b.tokens_per_s)} |"
             )
+        yield ""
+        yield (
+            f"Single steps, ms at least: {ROWS} decodes at {CONTEXT:,} tokens, the same with {SHARED} of them shared by "
+            f"all rows, {PREFILL:,} tokens of prompts of {CONTEXT:,}; and one such row taken off: copied to the host at an "
+            "assumed 55 GB/s, or computed again."
+        )
+        yield ""
+        yield "| model | decode | decode, shared | prefill | swap | recompute |"
+        yield "|---|---|---|---|---|---|"
+        for step in self.steps:
+            times = (step.decode_ms, step.shared_decode_ms, step.prefill_ms, step.swap_ms, step.recompute_ms)
+            yield f"| {step.model} | " + " | ".join(map(number, times)) + " |"
 
     def _facts(self) -> Iterator[str]:
         f = self.facts
