@@ -86,9 +86,9 @@ class Report:
             )
         yield ""
         yield (
-            f"Single steps, ms at least: {ROWS} decodes at {CONTEXT:,} tokens, the same with {SHARED} of them shared by "
-            f"all rows, {PREFILL:,} tokens of prompts of {CONTEXT:,}; and one such row taken off: copied to the host at an "
-            "assumed 55 GB/s, or computed again."
+            f"Single steps, ms at least: {ROWS} decodes at {CONTEXT:,} tokens, the same with {SHARED} of them shared "
+            f"by all rows, {PREFILL:,} tokens of prompts of {CONTEXT:,}; and one such row taken off: copied to the "
+            "host at an assumed 55 GB/s, or computed again."
         )
         yield ""
         yield "| model | decode | decode, shared | prefill | swap | recompute |"
