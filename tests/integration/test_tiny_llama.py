@@ -119,7 +119,17 @@ def test_the_command_line_from_end_to_end(bench: Bench, llama_dir: Path) -> None
     summary = json.loads(ended.stdout)
     assert set(summary) == {
         *("job", "rows", "rows_ok", "rows_failed", "rows_resumed", "rows_recomputed", "prompt_tokens"),
-        *("completion_tokens", "cached_tokens", "steps", "mean_batch", "roofline_share", "seconds", "output"),
+        *(
+            "completion_tokens",
+            "cached_tokens",
+            "steps",
+            "mean_batch",
+            "preemptions",
+            "engine_deaths",
+            "roofline_share",
+            "seconds",
+            "output",
+        ),
     }
     assert (summary["rows"], summary["rows_ok"], summary["completion_tokens"]) == (10, 10, 50)
     assert "bytes of KV per token" in ended.stderr

@@ -39,6 +39,8 @@ class RunSummary:
     generated_per_s: float = 0.0  # tokens, while the engine ran
     roofline_share: float | None = None  # of the least time the device could take, see EngineStats; None: not measured
     engine_deaths: int = 0
+    preemptions: int = 0  # rows taken off the engine for want of pages, or for a more urgent one, and resumed
+    preemptions_swap: int = 0  # of those: kept on the host, the others computed again
     peak_rss_bytes: int = 0  # of this process and of its largest child, added
     error_codes: dict[str, int] = field(default_factory=dict)
 
@@ -56,6 +58,8 @@ class RunSummary:
             "cached_tokens": self.cached_tokens,
             "steps": self.steps,
             "mean_batch": round(self.mean_batch, 2),
+            "preemptions": self.preemptions,
+            "engine_deaths": self.engine_deaths,
             "roofline_share": None if self.roofline_share is None else round(self.roofline_share, 4),
             "seconds": round(self.seconds, 3),
             "output": self.output,

@@ -92,6 +92,8 @@ class RunMeter:
             roofline_share=roofline_share(self._stats),
             generated_per_s=generated / self._working_s if self._working_s else 0.0,
             engine_deaths=self._deaths,
+            preemptions=sum(s.preemptions for s in self._stats),
+            preemptions_swap=sum(s.preemptions_swap for s in self._stats),
             peak_rss_bytes=_peak_rss_bytes(),
             error_codes=job.error_codes,
         )
