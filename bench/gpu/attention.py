@@ -164,6 +164,7 @@ def build(case: Case, device: str) -> Inputs:
 
 
 def _work(case: Case, starts: np.ndarray, contexts: np.ndarray, width: int, device: str) -> AttentionWork:
+    from nightmill_kernels.gpu import device_limits
     from nightmill_kernels.gpu.attention_config import num_programs
 
     of = case.of
@@ -186,7 +187,13 @@ def _work(case: Case, starts: np.ndarray, contexts: np.ndarray, width: int, devi
     programs = plan.num_items * of.kv_heads
     if case.is_graph and device != "cpu":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        programs = num_programs(head_dim=of.head_dim, itemsize=2, has_wide=plan.has_wide, num_sms=num_sms)
+        programs = num_programs(
+            head_dim=of.head_dim,
+            itemsize=2,
+            has_wide=plan.has_wide,
+            num_sms=num_sms,
+            shared_limit=device_limits.shared_limit(torch.device(device)),
+        )
     scratch = torch.empty(plan.num_partials, of.heads, of.head_dim, device=device)
     return device_work(
         plan,

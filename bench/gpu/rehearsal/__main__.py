@@ -14,7 +14,7 @@ from bench.gpu.rehearsal.play import WAYS
 from bench.gpu.rehearsal.shapes import SHAPES
 from bench.gpu.rehearsal.verdict import Rehearsed, rehearse
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from bench.gpu.rehearsal.fake_tensors import FakeTensors
 from nightmill_kernels.check.build import KernelBuild
 from nightmill_kernels.check.compile import describe_build, spec_source, unwrap
 from nightmill_kernels.check.kernel_modules import kernel_module_names, module_specs
+from nightmill_kernels.gpu import device_limits
 
 Identity = tuple[Any, ...]
 
@@ -72,11 +73,12 @@ def compiling(tensors: FakeTensors, arch: int) -> Iterator[Launches]:
         return built
 
     driver.set_active(_Driver(arch))
-    JITFunction.run = run
+    JITFunction.run, shared_limit = run, device_limits.shared_limit
+    device_limits.shared_limit = lambda device: device_limits.SHARED_LIMITS[arch]  # type: ignore[assignment]
     try:
         yield launches
     finally:
-        JITFunction.run = launch
+        JITFunction.run, device_limits.shared_limit = launch, shared_limit
 
 
 def checked_builds(arch: int) -> dict[Identity, str]:
@@ -87,7 +89,7 @@ def checked_builds(arch: int) -> dict[Identity, str]:
             spec_source(spec), (spec.num_warps, spec.num_stages, spec.max_registers, spec.enable_fp_fusion)
         ): f"{spec.stem} [{spec.config}]"
         for spec in specs
-        if arch >= spec.min_arch
+        if spec.runs_on(arch)
     }
 
 

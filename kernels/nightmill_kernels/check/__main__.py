@@ -76,7 +76,7 @@ def _build(options: argparse.Namespace, talk: Console) -> Result:
         talk.print(f"triton {version}: starting {options.jobs} compilers", highlight=False)
         with Farm(options.module, triton_dir(version), options.jobs) as farm:
             findings += check_catalogue(farm.catalogue)
-            wanted = [(key, arch) for key in farm.catalogue.specs for arch in options.arch if arch >= key.min_arch]
+            wanted = [(key, arch) for key in farm.catalogue.specs for arch in options.arch if key.runs_on(arch)]
             with Progress(console=talk, transient=True) as progress:
                 task = progress.add_task(f"triton {farm.catalogue.triton}", total=len(wanted))
 

@@ -3,16 +3,17 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nightmill_kernels.gpu.spec import LaunchedOn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpecKey:
+class SpecKey(LaunchedOn):
     """A KernelSpec as a process knows it that has no triton."""
 
     module: str
     index: int  # in the module's specs()
     stem: str
     config: str
-    min_arch: int
 
     @property
     def name(self) -> str:

@@ -32,7 +32,10 @@ def spec_keys(names: Sequence[str]) -> Iterator[SpecKey]:
     """The specs of modules, in order."""
     for name in names:
         for index, spec in enumerate(module_specs(importlib.import_module(name))):
-            yield SpecKey(module=name, index=index, stem=spec.stem, config=spec.config, min_arch=spec.min_arch)
+            archs = None if spec.archs is None else sorted(spec.archs)
+            yield SpecKey(
+                module=name, index=index, stem=spec.stem, config=spec.config, min_arch=spec.min_arch, archs=archs
+            )
 
 
 def forgotten_kernels(names: Sequence[str]) -> list[str]:

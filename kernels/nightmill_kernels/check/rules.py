@@ -6,11 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from nightmill_kernels.check.budget import Budget, budget_key
 from nightmill_kernels.check.build import KernelBuild
 from nightmill_kernels.check.farm import Catalogue
+from nightmill_kernels.gpu.device_limits import SHARED_LIMITS
 
-KIB = 1024
-# The most a block may have, by compute capability: CUDA C++ Programming Guide, "Technical Specifications". A kernel
-# over it compiles and fails at its launch.
-SHARED_LIMITS = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 UPDATE = "`make kernels-check UPDATE=1` rewrites the budget"
 
 
@@ -30,9 +27,12 @@ def check_catalogue(catalogue: Catalogue) -> Iterator[str]:
         yield "no spec was found: each module of nightmill_kernels.gpu lists its own in specs()"
     for name in catalogue.forgotten:
         yield f"{name}: a kernel in no spec is never checked; name its configurations in the module's specs()"
-    for (stem, config), count in Counter((key.stem, key.config) for key in catalogue.specs).items():
-        if count > 1:
-            yield f"{stem} [{config}]: {count} specs have this name; a config's name is unique for its stem"
+    names = Counter(
+        (key.stem, key.config, arch) for key in catalogue.specs for arch in SHARED_LIMITS if key.runs_on(arch)
+    )
+    counts = {(stem, config): count for (stem, config, _), count in names.items() if count > 1}
+    for (stem, config), count in counts.items():
+        yield f"{stem} [{config}]: {count} specs have this name; a config's name is unique for its stem"
 
 
 def gone_lines(builds: Sequence[KernelBuild], budget: Budget) -> Iterator[str]:
@@ -64,7 +64,7 @@ def check_hardware(build: KernelBuild, spills_allowed: int) -> Iterator[str]:
     limit = SHARED_LIMITS.get(build.arch)
     if limit is None:
         yield f"{build.name}: the shared memory of sm_{build.arch} is not known: add it to SHARED_LIMITS"
-    elif build.shared_bytes > limit:
+    elif build.shared_bytes > limit:  # it compiles, and fails at its launch
         yield (
             f"{build.name}: {build.shared_bytes} bytes of shared memory; a block of sm_{build.arch} has {limit}: "
             "fewer stages, or smaller tiles"

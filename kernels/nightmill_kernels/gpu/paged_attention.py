@@ -14,6 +14,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nightmill_kernels.gpu import device_limits
 from nightmill_kernels.gpu.attention_config import (
     MERGE_STAGES,
     MERGE_WARPS,
@@ -56,11 +57,14 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     NARROW_M: tl.constexpr,
     WIDE_M: tl.constexpr,
+    WIDE_PARTS: tl.constexpr,
     HAS_WIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Each program takes every num_programs-th (item, KV head) of the list, wide items first.
+    """Each program takes every num_programs-th (item, part of its rows, KV head) of the list, wide items first.
+
+    A wide item has WIDE_PARTS parts of WIDE_M rows, others have one.
 
     score_scale: what turns q·k into a base-2 exponent; with a soft cap, into the exponent of its tanh (see `_scales`).
     softcap: in base 2.
@@ -69,11 +73,12 @@ def attention_kernel(
     pid = tl.program_id(0)
     first = pid
     if HAS_WIDE:
-        wide_units = tl.load(header + 1) * KV_HEADS
+        wide_units = tl.load(header + 1) * (KV_HEADS * WIDE_PARTS)
         for unit in range(pid, wide_units, programs):
             _attend(
                 unit % KV_HEADS,
-                items + (tl.load(header, volatile=True) + unit // KV_HEADS) * 8,
+                items + (tl.load(header, volatile=True) + unit // (KV_HEADS * WIDE_PARTS)) * 8,
+                unit // KV_HEADS % WIDE_PARTS * WIDE_M,
                 q,
                 k_pool,
                 v_pool,
@@ -106,6 +111,7 @@ def attention_kernel(
         _attend(
             unit % KV_HEADS,
             items + unit // KV_HEADS * 8,
+            0,
             q,
             k_pool,
             v_pool,
@@ -138,6 +144,7 @@ def attention_kernel(
 def _attend(
     kv_head,
     item,
+    first_lane,
     q,
     k_pool,
     v_pool,
@@ -166,6 +173,7 @@ def _attend(
 ):
     """One item for one KV head. ONE_ROW: the row is of a decode and sees all keys of the item, but for a window.
 
+    first_lane: of the item's rows x heads, the first that is computed here; BLOCK_M are.
     Loads are volatile where a value that is at hand would otherwise stand in a register for a whole loop.
     """
     table = tables + tl.load(item + 2).to(tl.int64) * tl.load(header + 3, volatile=True)
@@ -184,7 +192,7 @@ def _attend(
     else:
         # The 0 that items end with: a lane that depends on the item is not computed before the loop over items, where
         # its quotients and heads would stand in registers throughout.
-        lane = lane + tl.load(item + 7)
+        lane = lane + (first_lane + tl.load(item + 7))
         live = lane // GROUP < tl.load(item + 1)
         row = rows + (tl.load(item) + lane // GROUP) * 4
         token = tl.load(row, mask=live, other=0).to(tl.int64)
@@ -249,7 +257,7 @@ def _attend(
     # Read again: kept through the loop they would cost it registers. The rows of an item are alike: whole or parts.
     row_start = tl.load(item, volatile=True)
     first_row = rows + row_start * 4
-    lane = tl.arange(0, BLOCK_M) + tl.load(item + 7, volatile=True)
+    lane = tl.arange(0, BLOCK_M) + (first_lane + tl.load(item + 7, volatile=True))
     head = kv_head * GROUP + lane % GROUP
     if ONE_ROW:
         entry = first_row + lane * 0
@@ -341,7 +349,12 @@ def paged_attention(
         work = build_work(q, k_pool, meta, window)
     kv_heads, page_size, head_dim = k_pool.shape[1:]
     if config is None:
-        config = choose_config(head_dim=head_dim, itemsize=q.element_size(), has_wide=work.has_wide)
+        config = choose_config(
+            head_dim=head_dim,
+            itemsize=q.element_size(),
+            has_wide=work.has_wide,
+            shared_limit=device_limits.shared_limit(q.device),
+        )
     if work.num_programs:
         score_scale, cap = _scales(scale, softcap)
         attention_kernel[(work.num_programs,)](
@@ -446,65 +459,87 @@ def _scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return 2.0 * scale / softcap * LOG2E, softcap * LOG2E
 
 
-_POINTERS = dict.fromkeys(("q", "k_pool", "v_pool", "out"), "*bf16") | dict.fromkeys(
-    ("tables", "header", "items", "rows"), "*i32"
-)
+_POINTERS = ("q", "k_pool", "v_pool", "out")
+_INDICES = dict.fromkeys(("tables", "header", "items", "rows"), "*i32")
 _PARTIALS = {"partial_out": "*fp32", "partial_lse": "*fp32"}
+_TYPES = {2: ("*bf16", ""), 4: ("*fp32", " fp32")}  # by bytes of an element: of pointers, and how a config is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What of a model attention sees."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_sizes: tuple[int, ...] = (16,)
+    itemsizes: tuple[int, ...] = (2,)
+    window: bool = False
+    softcap: bool = False
+
+
+_SHAPES = (
+    AttentionShape(model="qwen3-0.6b", heads=16, kv_heads=8, head_dim=128, page_sizes=(16, 64)),
+    AttentionShape(model="llama-3.1-8b", heads=32, kv_heads=8, head_dim=128, itemsizes=(2, 4)),
+    AttentionShape(model="qwen2.5-7b", heads=28, kv_heads=4, head_dim=128),
+    AttentionShape(model="smollm2-135m", heads=9, kv_heads=3, head_dim=64, itemsizes=(2, 4)),
+    AttentionShape(model="phi-3-mini", heads=32, kv_heads=32, head_dim=96, window=True),
+    AttentionShape(model="gemma-3-1b", heads=4, kv_heads=1, head_dim=256, window=True),
+    AttentionShape(model="gemma-2-2b", heads=8, kv_heads=4, head_dim=256, itemsizes=(2, 4), window=True, softcap=True),
+)
 
 
 def specs() -> list[KernelSpec]:
-    """Attention of the models we know best in bf16, decodes alone and with tiles; and the merge."""
-    shapes: list[tuple[str, int, int, int, tuple[int, ...], bool, bool]] = [
-        # model, heads, KV heads, head size, page sizes, window, soft cap
-        ("qwen3-0.6b", 16, 8, 128, (16, 64), False, False),
-        ("llama-3.1-8b", 32, 8, 128, (16,), False, False),
-        ("qwen2.5-7b", 28, 4, 128, (16,), False, False),
-        ("smollm2-135m", 9, 3, 64, (16,), False, False),
-        ("phi-3-mini", 32, 32, 96, (16,), True, False),
-        ("gemma-3-1b", 4, 1, 256, (16,), True, False),
-        ("gemma-2-2b", 8, 4, 256, (16,), True, True),
-    ]
+    """Attention of the models we know best, decodes alone and with tiles, for each size of shared memory; the merge."""
     attention = [
-        _attention_spec(model, heads, kv_heads, head_dim, page_size, has_wide, window, softcap)
-        for model, heads, kv_heads, head_dim, page_sizes, window, softcap in shapes
-        for page_size in page_sizes
+        attention_spec(shape, page_size, itemsize, has_wide, shared_limit)
+        for shape in _SHAPES
+        for page_size in shape.page_sizes
+        for itemsize in shape.itemsizes
         for has_wide in (False, True)
+        for shared_limit in sorted(set(device_limits.SHARED_LIMITS.values()))
     ]
     return attention + [
         _merge_spec(heads, head_dim) for heads, head_dim in ((16, 128), (32, 128), (9, 64), (32, 96), (4, 256))
     ]
 
 
-def _attention_spec(
-    model: str, heads: int, kv_heads: int, head_dim: int, page_size: int, has_wide: bool, window: bool, softcap: bool
+def attention_spec(
+    shape: AttentionShape, page_size: int, itemsize: int, has_wide: bool, shared_limit: int
 ) -> KernelSpec:
-    config = choose_config(head_dim=head_dim, itemsize=2, has_wide=has_wide)
+    """The launch for a model's decodes, or for steps with wide items, on devices with so much shared memory."""
+    config = choose_config(head_dim=shape.head_dim, itemsize=itemsize, has_wide=has_wide, shared_limit=shared_limit)
+    pointers, suffix = _TYPES[itemsize]
     strides = ("q_stride", "out_stride", "pool_stride")
     return KernelSpec(
         stem="paged_attention",
-        config=f"{model} page {page_size} {'mixed' if has_wide else 'decode'}"
-        + (" window" if window else "")
-        + (" softcap" if softcap else ""),
+        config=f"{shape.model} page {page_size} {'mixed' if has_wide else 'decode'}"
+        + (" window" if shape.window else "")
+        + (" softcap" if shape.softcap else "")
+        + suffix,
         kernel=attention_kernel,
-        signature=_POINTERS
+        signature=dict.fromkeys(_POINTERS, pointers)
+        | _INDICES
         | _PARTIALS
         | dict.fromkeys((*strides, "window"), "i32")
         | {"score_scale": "fp32", "softcap": "fp32"},
         constants=attention_constants(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             page_size=page_size,
             has_wide=has_wide,
-            has_window=window,
-            has_softcap=softcap,
+            has_window=shape.window,
+            has_softcap=shape.softcap,
             config=config,
         ),
-        divisible=frozenset((*_POINTERS, *_PARTIALS, *strides)),
+        divisible=frozenset((*_POINTERS, *_INDICES, *_PARTIALS, *strides)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         max_registers=config.max_registers,
         wants_tensor_cores=True,
+        archs=device_limits.archs_of(shared_limit),
     )
 
 

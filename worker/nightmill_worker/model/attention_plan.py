@@ -129,6 +129,13 @@ class AttentionPlanner:
 def _programs(device: Device, tensor: Tensor, head_dim: int, itemsize: int, has_wide: bool) -> int:
     if not on_triton(tensor):
         return 1  # nobody asks: triton may not even be installed
+    from nightmill_kernels.gpu import device_limits
     from nightmill_kernels.gpu.attention_config import num_programs
 
-    return num_programs(head_dim=head_dim, itemsize=itemsize, has_wide=has_wide, num_sms=device.num_sms)
+    return num_programs(
+        head_dim=head_dim,
+        itemsize=itemsize,
+        has_wide=has_wide,
+        num_sms=device.num_sms,
+        shared_limit=device_limits.shared_limit(tensor.device),
+    )
