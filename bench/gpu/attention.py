@@ -265,6 +265,8 @@ def chunk_of(keys: int) -> Iterator[None]:
 
 def sweep(device: str, of: Heads, page_size: int = 16) -> Iterator[tuple[str, float]]:
     """(configuration, bytes per second) of the model's first case."""
+    from triton.errors import TritonError
+
     from nightmill_kernels.gpu import paged_attention as gpu
     from nightmill_kernels.gpu.attention_config import AttentionConfig, choose_config
 
@@ -314,7 +316,7 @@ def sweep(device: str, of: Heads, page_size: int = 16) -> Iterator[tuple[str, fl
         name = f"chunk {chunk}, {grid}, {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
         try:
             yield name, inputs.num_bytes / seconds_in_graph([attend] * LAUNCHES, device)
-        except RuntimeError as error:  # does not fit the device: the others may
+        except (RuntimeError, TritonError) as error:  # does not fit the device: the others may
             print(f"{name}: {error}", file=sys.stderr)
 
 
