@@ -99,7 +99,7 @@ equal-results: $(VENV)/.dev  ## one job on every instruction set, on one core an
 	$(BIN)/python -m bench.equal_results --rows $(ROWS)
 
 TRITON ?= installed 3.6.0
-ARCHS ?= 80 90 100
+ARCHS ?= 80 86 89 90 100 120
 .PHONY: kernels-check
 kernels-check: $(VENV)/.dev  ## compile every Triton kernel for GPUs that are not here; JSON=FILE, TRITON="3.6.0", ARCHS="90", UPDATE=1
 	$(BIN)/python -m nightmill_kernels.check --triton $(TRITON) --arch $(ARCHS) \

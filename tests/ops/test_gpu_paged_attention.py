@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nightmill_kernels.backend import use_triton
+from nightmill_kernels.gpu import device_limits
 from nightmill_kernels.metadata import AttentionWork, PrefixGroups
 from nightmill_kernels.work_list import WorkCapacity, WorkList, decode_capacity, device_work, plan_attention
 
@@ -108,6 +109,40 @@ SHAPES = [
 def test_matches_the_oracle(device, dtype, head_dim, group, page_size, make_case, oracle):
     case = make_case(**MIXED, dtype=dtype, head_dim=head_dim, group=group, page_size=page_size, unowned=2)
     assert_close(case, run(case, device), oracle)
+
+
+SMALL_LENS = {"query_lens": [1, 21, 1, 40, 1], "context_lens": [50, 30, 275, 40, 0]}
+"""Decodes, one in two pieces; a wide item of 16 rows x 4 heads and less, and one that is not filled."""
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(("head_dim", "group", "page_size"), [(256, 4, 16), (256, 3, 64)])
+def test_the_launch_for_little_shared_memory(device, dtype, head_dim, group, page_size, monkeypatch, make_case, oracle):
+    """fp32: the rows of a wide item in four parts, a row's heads in two of them with a group of 3."""
+    monkeypatch.setattr(device_limits, "shared_limit", lambda _: 99 * device_limits.KIB)
+    case = make_case(
+        **SMALL_LENS, dtype=dtype, head_dim=head_dim, kv_heads=2, group=group, page_size=page_size, unowned=1
+    )
+    assert_close(case, run(case, device), oracle)
+
+
+def test_parts_of_wide_items_in_a_small_grid(device, monkeypatch, make_case, oracle):
+    """A captured grid with fewer programs than parts; shared prefixes, whose parts are partial results."""
+    monkeypatch.setattr(device_limits, "shared_limit", lambda _: 99 * device_limits.KIB)
+    lens = {"query_lens": [1] * 9, "context_lens": [100, 81, 96, 64, 90, 88, 72, 65, 20]}
+    sharing = [(list(range(8)), 4)]
+    case = told(make_case(**lens, dtype=torch.float32, head_dim=128, kv_heads=2, group=5, shared=sharing), sharing)
+    plan = plan_of(case)
+    heads, head_dim = case.q.shape[1:]
+    work = device_work(
+        plan,
+        lambda array: torch.from_numpy(array).to(device),
+        torch.full((plan.num_partials, heads, head_dim), NAN, device=device),
+        torch.full((plan.num_partials, heads), NAN, device=device),
+        num_programs=3,
+    )
+    assert work.has_wide
+    assert_close(case, run(case, device, work), oracle)
 
 
 @pytest.mark.device

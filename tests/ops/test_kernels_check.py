@@ -76,6 +76,9 @@ def test_the_rows_say_what_the_compiler_made(planted: Any) -> None:
     assert rows["attention", "good"]["cp_async"] > 0
     assert rows["copy", "good"]["loads_128"] > 0 == rows["copy", "unaligned"]["loads_128"]
     assert ("copy", "sm_100 only") not in rows
+    assert rows["copy", "by architecture"]["loads_128"] == rows["copy", "good"]["loads_128"], (
+        "another GPU's was compiled"
+    )
 
 
 def test_a_budget_is_exact_and_one_way(tmp_path: Path) -> None:

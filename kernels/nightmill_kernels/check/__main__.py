@@ -17,9 +17,10 @@ from nightmill_kernels.check.farm import Farm, WorkerError
 from nightmill_kernels.check.rules import check_builds, check_catalogue, gone_lines, unknown_versions
 from nightmill_kernels.check.table import build_table
 from nightmill_kernels.check.versions import INSTALLED, VersionError, triton_dir
+from nightmill_kernels.gpu.device_limits import SHARED_LIMITS
 
 _BUDGET = Path("bench/kernels/budget.json")
-_ARCHS = (80, 90, 100)
+_ARCHS = tuple(SHARED_LIMITS)
 _WIDTH = 200  # of the table in a log
 
 
@@ -90,7 +91,9 @@ def _build(options: argparse.Namespace, talk: Console) -> Result:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nightmill_kernels.check", description=__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=_ARCHS, help="compute capabilities  [80 90 100]")
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=_ARCHS, help=f"compute capabilities  [{' '.join(map(str, _ARCHS))}]"
+    )
     parser.add_argument(
         "--triton", nargs="+", default=[INSTALLED], help="versions; others than the installed one are fetched by pip"
     )

@@ -79,7 +79,13 @@ def attention(config: str, m: int, n: int, d: int, *, warps: int, stages: int) -
     )
 
 
-def copy(config: str, *, signature: dict[str, str], divisible: tuple[str, ...] = ("a", "out")) -> KernelSpec:
+def copy(
+    config: str,
+    *,
+    signature: dict[str, str],
+    divisible: tuple[str, ...] = ("a", "out"),
+    archs: frozenset[int] | None = None,
+) -> KernelSpec:
     return KernelSpec(
         stem="copy",
         config=config,
@@ -91,6 +97,7 @@ def copy(config: str, *, signature: dict[str, str], divisible: tuple[str, ...] =
         num_stages=1,
         wants_tensor_cores=config == "no tensor cores",
         min_arch=100 if config == "sm_100 only" else 80,
+        archs=archs,
     )
 
 
@@ -108,4 +115,6 @@ def specs() -> list[KernelSpec]:
         copy("twice", signature=pointers),
         copy("twice", signature=pointers),
         copy("sm_100 only", signature=pointers),
+        copy("by architecture", signature=pointers, archs=frozenset({90, 100})),
+        copy("by architecture", signature={"a": "*fp16", "out": "*fp32"}, archs=frozenset({86})),
     ]
