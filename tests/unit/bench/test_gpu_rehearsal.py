@@ -70,7 +70,7 @@ from nightmill_kernels.gpu import paged_attention
 checked = verdict.checked_builds(90)
 verdict.checked_builds = lambda arch: checked
 choose = paged_attention.choose_config
-paged_attention.choose_config = lambda *a, **k: replace(choose(*a, **k), num_stages=9)
+paged_attention.choose_config = lambda *a, **k: replace(choose(*a, **k), num_stages=16)
 """,
         "bytes of shared memory",
     ),
