@@ -26,8 +26,10 @@ from nightmill_worker.service import DeathCause, EngineDiedError, EngineService
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2  # only bounds how late a stop is noticed: new work and finished sequences wake the thread
-# Deaths in a row without one finished row: it is not the rows. Of 8192 started ones 13 lead to one alone, 3 convict it.
+# Deaths in a row without one row finished or convicted: it is not the rows. Of 8192 started ones 13 lead to one alone,
+# 3 convict it.
 MAX_BARREN_DEATHS = 16
+MAX_BARREN_CONVICTIONS = 3  # in a row, without one finished row: an engine that cannot run anything convicts everybody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ class EngineSupervisor:
         self._error: NightmillError | None = None
         self._deaths = 0
         self._barren_deaths = 0
+        self._barren_convictions = 0
         self._past_stats: list[EngineStats] = []  # of engines that died
         self._service = start_engine()
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
@@ -388,7 +391,7 @@ class EngineSupervisor:
                 self._end(one)
             if finished:
                 self._forget_suspects([one.request_id for one in finished])
-                self._barren_deaths = 0
+                self._barren_deaths = self._barren_convictions = 0
                 self._changed.notify_all()
 
     def _start(self, request_id: int) -> None:
@@ -443,9 +446,12 @@ class EngineSupervisor:
                 self._past_stats.append(last)
             self._changed.notify_all()
         self._service.close()
+        hint = "No row finished in between, so no single row is to blame: run `nightmill doctor`."
         if self._barren_deaths > MAX_BARREN_DEATHS:
-            hint = "No row finished in between, so no single row is to blame: run `nightmill doctor`."
             self._give_up(EngineError(f"the engine died {self._barren_deaths} times in a row: {death}", hint=hint))
+        elif self._barren_convictions > MAX_BARREN_CONVICTIONS:
+            count = self._barren_convictions
+            self._give_up(EngineError(f"{count} rows in a row ended the engine, each alone: {death}", hint=hint))
         elif not self._admitting:
             self._give_up(death)  # nothing new would run on another engine
         elif not self._stopping:
@@ -474,6 +480,8 @@ class EngineSupervisor:
         culprit = self._isolation.crashed(suspected, is_kill=death.cause is DeathCause.KILL).culprit
         self._isolation.settled(withdrawn)
         if culprit is not None:
+            self._barren_deaths = 0
+            self._barren_convictions += 1
             key, request = known.pop(culprit)
             self._lookahead.done(request)
             self._put(key, Quarantined(culprit, _code(death), _reason(death)))

@@ -12,8 +12,15 @@ _GIB = 1 << 30
 _ACTIVATIONS = 2 * _GIB
 
 
+_TRIED = 2  # replays of a graph that are compared with what it recorded
+
+
 class FreedError(AssertionError):
     """A graph reads memory that has been freed since it was recorded."""
+
+
+class StaleError(AssertionError):
+    """The work of a graph reads other memory now than when it was recorded: the graph would still read the old."""
 
 
 class FakeCuda(Device):
@@ -46,7 +53,7 @@ class FakeCuda(Device):
             work()
             with self.tensors.recording() as recording:
                 work()
-        graph = FakeGraph(self, recording)
+        graph = FakeGraph(work, self, recording)
         self.graphs.append(graph)
         return graph
 
@@ -60,10 +67,11 @@ class FakeCuda(Device):
 
 
 class FakeGraph:
-    """Without values there is nothing to compute again: what it read when it was recorded must still be there."""
+    """Without values there is nothing to compute again: what it read when recorded must still be what is read."""
 
-    def __init__(self, device: FakeCuda, recording: Recording) -> None:
-        self._device, self._recording = device, recording
+    def __init__(self, work: Callable[[], None], device: FakeCuda, recording: Recording) -> None:
+        self._work, self._device, self._recording = work, device, recording
+        self._num_tried = 0
 
     @property
     def num_launches(self) -> int:
@@ -74,9 +82,16 @@ class FakeGraph:
         """
         Raises:
             FreedError: On a device this would read and write what belongs to others by now.
+            StaleError: Or what nobody writes any more.
         """
         if freed := self._recording.num_freed():
             raise FreedError(f"a graph reads {freed} pieces of memory that were freed after it was recorded")
+        if self._num_tried < _TRIED:
+            self._num_tried += 1
+            with self._device.tensors.unrecorded(), self._device.tensors.recording() as again:
+                self._work()
+            if other := len(again.outside ^ self._recording.outside):
+                raise StaleError(f"a graph's work reads {other} other pieces of memory than when it was recorded")
         self._device.traffic.replays += 1
 
 

@@ -32,6 +32,10 @@ class HostWaitsError(AssertionError):
     """An operation brings values to the host, and waits for them."""
 
 
+class UnstagedCopyError(AssertionError):
+    """A step copies between host and device otherwise than through the device's counted copies."""
+
+
 class Recording:
     """What was launched while it was open, and the memory it read that had been there before."""
 
@@ -50,9 +54,14 @@ class Recording:
         made = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
         self._made |= made - self._read
 
+    @property
+    def outside(self) -> frozenset[StorageWeakRef]:
+        """Pieces of memory that were read, and not made meanwhile."""
+        return frozenset(self._read - self._made)
+
     def num_freed(self) -> int:
-        """Pieces of memory that were read, not made, and are no longer there."""
-        return sum(storage.expired() for storage in self._read - self._made)
+        """Of those, how many are no longer there."""
+        return sum(storage.expired() for storage in self.outside)
 
 
 class FakeTensors:
@@ -61,6 +70,7 @@ class FakeTensors:
     def __init__(self) -> None:
         self._recordings: list[Recording] = []
         self._modes = ExitStack()
+        self.is_stepping = False  # in a step, whose copies are counted
 
     def __enter__(self) -> "FakeTensors":
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _Methods(), _Dispatch(self)):
@@ -84,6 +94,16 @@ class FakeTensors:
             yield recording
         finally:
             self._recordings.remove(recording)
+
+    @contextmanager
+    def stepping(self) -> Iterator[Recording]:
+        """A step: what is launched in it, and no copies but the device's own."""
+        self.is_stepping = True
+        try:
+            with self.recording() as recording:
+                yield recording
+        finally:
+            self.is_stepping = False
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -120,8 +140,12 @@ class _Dispatch(TorchDispatchMode):
         if not fakes and all(place.type == "cpu" for place in places):
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        if func.overloadpacket is aten.copy_ and not all(isinstance(one, FakeTensor) for one in args[:2]):
+            self._refuse_in_step("copy_")
+            return args[0]
         if func.overloadpacket in (aten._to_copy, aten.to):
             if not fakes:  # to the device; FakeTensorMode would try to keep the value
+                self._refuse_in_step("to")
                 return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=places[0])
             if any(place.type == "cpu" for place in places):
                 raise HostWaitsError(f"{func} brings {tuple(fakes[0].shape)} to the host and waits for it")
@@ -131,6 +155,10 @@ class _Dispatch(TorchDispatchMode):
             self._owner.launch(name, fakes)
         self._owner.make([leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)])
         return result
+
+    def _refuse_in_step(self, name: str) -> None:
+        if self._owner.is_stepping:
+            raise UnstagedCopyError(f"{name} copies between host and device beside the step's one copy")
 
 
 class _Methods(TorchFunctionMode):
@@ -146,6 +174,11 @@ class _Methods(TorchFunctionMode):
     }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], FakeTensor) != isinstance(args[1], FakeTensor):
+            return aten.copy_.default(*args[:2])
+        if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu").type != "cpu":
+            kwargs = dict(kwargs)
+            return func(*args, **kwargs | {"device": "cpu"}).to(kwargs["device"])
         if args and isinstance(args[0], FakeTensor):
             if func is Tensor.__getitem__:
                 return _index(*args)

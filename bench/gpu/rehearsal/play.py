@@ -161,7 +161,7 @@ def _watch(runner: DeviceRunner, tensors: FakeTensors, played: Played) -> None:
 
     def watched(plan: StepPlan) -> None:
         before = traffic.snapshot()
-        with tensors.recording() as recording:
+        with tensors.stepping() as recording:
             submit(plan)
         cost = traffic.since(before)
         played.most_to_device = max(played.most_to_device, cost.to_device)

@@ -45,6 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("Qwen3", 4096, 12288, 32, 8, 151936, head_dim=128),
     "mistral-7b": _shape("Mistral", 4096, 14336, 32, 8, 32000, sliding_window=4096),
     "smollm3-3b": _shape("SmolLM3", 2048, 11008, 16, 4, 128256, no_rope_layers=[1, 1, 1, 0], layers=4),
+    "gemma-2b": _shape(
+        *("Gemma", 2048, 16384, 8, 1, 256000), head_dim=256, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True
+    ),
     "gemma-2-2b": _shape(
         "Gemma2",
         *(2304, 9216, 8, 4, 256000),

@@ -51,6 +51,31 @@ DeviceRunner._decode, DeviceRunner.submit = spoiled, forgetful
 """,
         "FreedError",
     ),
+    "memory of one step in a graph": (
+        """
+decode, submit = DeviceRunner._decode, DeviceRunner.submit
+kept = []
+def spoiled(self, tensors, size):
+    decode(self, tensors, size)
+    if kept:
+        kept[-1].add_(1)
+def fresh(self, plan):
+    kept.append(torch.zeros(4, device=self.device.torch_device))
+    submit(self, plan)
+DeviceRunner._decode, DeviceRunner.submit = spoiled, fresh
+""",
+        "StaleError",
+    ),
+    "a copy that is not counted": (
+        """
+DeviceRunner._keep_drawn = lambda self, tokens: tokens + torch.tensor([1], device=self.device.torch_device)
+""",
+        "UnstagedCopyError",
+    ),
+    "a copy back that is not counted": (
+        "DeviceRunner._keep_drawn = lambda self, tokens: torch.zeros(len(tokens), dtype=torch.int32).copy_(tokens)",
+        "UnstagedCopyError",
+    ),
     "two copies": (
         """
 submit = DeviceRunner.submit

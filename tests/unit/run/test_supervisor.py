@@ -19,7 +19,7 @@ from nightmill_worker.engine.step import StepOutput, StepPlan
 from nightmill_worker.isolation import CONVICT_AFTER_KILLS
 from nightmill_worker.scripted_engine import Script, ScriptedRunner
 from nightmill_worker.service import EngineService
-from nightmill_worker.supervisor import EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
+from nightmill_worker.supervisor import MAX_BARREN_DEATHS, EngineSupervisor, FeedLimits, Mailbox, Outcome, Quarantined
 
 POISON = 999
 OPTIONS = LoopOptions(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256)
@@ -106,6 +106,22 @@ def test_two_poison_rows_are_both_found(tmp_path: Path) -> None:
     assert {i for i, o in outcomes.items() if isinstance(o, Quarantined)} == {3, 17}
 
 
+@pytest.mark.parametrize("what", ["exit", "kill"])
+def test_poison_rows_in_front_of_all_others_are_found(what: str, tmp_path: Path) -> None:
+    """Nothing finishes until all three are known: more deaths than an engine may die for nothing."""
+    config = Script(traps={POISON: what}, deaths_dir=tmp_path)
+    options = replace(OPTIONS, max_num_seqs=64)
+    supervisor = EngineSupervisor(lambda: EngineService.start(config, options), FeedLimits.of(64))
+    try:
+        with supervisor.open() as mailbox:
+            mailbox.offer([request(i, poison=i < 3) for i in range(70)])
+            outcomes = drain(mailbox, 70, 240)
+    finally:
+        supervisor.close()
+    assert {i for i, o in outcomes.items() if isinstance(o, Quarantined)} == {0, 1, 2}
+    assert len(list(tmp_path.iterdir())) > MAX_BARREN_DEATHS
+
+
 def test_case_I048_a_passing_failure_blames_no_row(tmp_path: Path) -> None:
     config = Script(traps={POISON: "raise"}, deaths_dir=tmp_path, max_deaths=1)
     supervisor = EngineSupervisor(starter(config), FeedLimits.of(8))
@@ -149,7 +165,7 @@ def test_an_engine_that_never_works_is_given_up(tmp_path: Path) -> None:
     supervisor = EngineSupervisor(starter(config, in_process=False), FeedLimits.of(2))
     with supervisor.open() as mailbox:
         mailbox.offer([request(i) for i in range(100)])
-        with pytest.raises(EngineError, match="times in a row"):
+        with pytest.raises(EngineError, match="4 rows in a row ended the engine, each alone"):
             drain(mailbox, 100)
     supervisor.close()
     assert len(list(tmp_path.iterdir())) <= 40

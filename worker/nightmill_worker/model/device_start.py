@@ -1,6 +1,5 @@
 """From a model's files to a runner on a GPU: load, measure a step, give the rest of the memory to pages, record."""
 
-import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -29,8 +28,6 @@ from nightmill_worker.model.memory import (
 from nightmill_worker.model.pool import DEFAULT_PAGE_SIZE, KVPool, plan_device_host_pages
 from nightmill_worker.model.weights import ModelWeights
 
-_log = logging.getLogger(__name__)
-
 LEAST_CAPABILITY = (8, 0)
 """Triton's own; below it matrix products of 16 bits have no instructions that it emits."""
 
@@ -41,7 +38,7 @@ def open_device(requested: str) -> Device | None:
     """The GPU that `--device` means; None: the CPU.
 
     Raises:
-        ModelError: cuda was asked for and cannot be used, or the name is unknown.
+        ModelError: cuda was asked for and cannot be used, the GPU is too old, or the name is unknown.
     """
     if requested not in DEVICES:
         raise ModelError(f"device {requested!r} is unknown", hint=f"Known: {', '.join(DEVICES)}.")
@@ -62,11 +59,11 @@ def open_device(requested: str) -> Device | None:
     device = CudaDevice()
     if device.capability is not None and device.capability < LEAST_CAPABILITY:
         have, least = (".".join(map(str, version)) for version in (device.capability, LEAST_CAPABILITY))
-        message = f"this GPU has compute capability {have}; the kernels need {least} (Ampere) or later"
-        if requested == CUDA:
-            raise ModelError(f"--device {CUDA}: {message}", hint="Pass --device cpu.")
-        _log.warning("%s: running on the CPU", message)
-        return None
+        # Also for auto: whoever sized steps and chose cores for a GPU did not know its capability.
+        raise ModelError(
+            f"this GPU has compute capability {have}; the kernels need {least} (Ampere) or later",
+            hint="Pass --device cpu, or choose another GPU with CUDA_VISIBLE_DEVICES.",
+        )
     return device
 
 

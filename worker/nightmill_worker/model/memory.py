@@ -21,6 +21,7 @@ _GRAPH_BYTES = 1 << 30
 """Recorded steps: some MB each, and one pool for what is between their launches. At most this much …"""
 _GRAPH_FRACTION = 0.03
 """… and this share of the device."""
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _FLOATS_PER_LOGIT = 3
 """Penalties, logprobs and sampling work on float32 copies: so many at once, of the rows that draw."""
 _SWAP_BYTES = 128 << 20
@@ -138,21 +139,19 @@ def check_weights_fit(config: ModelConfig, needed: int, memory: DeviceMemory) ->
 
 @contextmanager
 def explains_out_of_memory(doing: str, options: EngineOptions) -> Iterator[None]:
-    """Turn torch's out-of-memory error into one that says what to change. Page-locked host memory has another one."""
+    """Turn an out-of-memory error of torch, CUDA, cuBLAS or Triton into one that says what to change."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        if "out of memory" not in str(error):
+    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError among them
+        if not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise ModelError(
-                f"the machine has no more memory to lock while {doing}: {str(error).splitlines()[0]}",
-                hint="Pass a smaller --swap-space (0: preempted rows are computed again), or raise `ulimit -l`.",
-            ) from error
+        # torch's allocator says whose memory it was; CUDA says the same of memory that the host cannot lock.
+        is_device = isinstance(error, torch.OutOfMemoryError)
         raise ModelError(
-            f"the GPU ran out of memory while {doing}: {str(error).splitlines()[0]}",
+            f"{'the GPU' if is_device else 'CUDA'} ran out of memory while {doing}: {str(error).splitlines()[0]}",
             hint=f"Pass a --gpu-memory-utilization below {options.gpu_memory_utilization:g}, a smaller "
-            "--max-num-batched-tokens or --max-num-seqs, or --enforce-eager; nvidia-smi shows who else is on the GPU.",
+            "--max-num-batched-tokens or --max-num-seqs, or --enforce-eager; nvidia-smi shows who else is on the GPU."
+            + ("" if is_device else " If it is the host's memory that cannot be locked: a smaller --swap-space."),
         ) from error
 
 
