@@ -33,7 +33,7 @@ class Launches:
         self._built: dict[Identity, Any] = {}
         self._seen: set[int] = set()  # a launch finds its build by Triton's own cache: look at each build once
 
-    def note(self, kernel: JITFunction, built: Any) -> None:
+    def note(self, built: Any) -> None:
         """A launch with this build."""
         if id(built) not in self._seen:
             self._seen.add(id(built))
@@ -42,10 +42,6 @@ class Launches:
     def unchecked(self, checked: Mapping[Identity, str]) -> list[KernelBuild]:
         """Builds that `make kernels-check` does not make, as it would judge them."""
         return [self._describe(built) for key, built in self._built.items() if key not in checked]
-
-    def checked(self, checked: Mapping[Identity, str]) -> list[str]:
-        """Names of those that it does make."""
-        return sorted(checked[key] for key in self._built if key in checked)
 
     def __len__(self) -> int:
         return len(self._built)
@@ -68,7 +64,7 @@ def compiling(tensors: FakeTensors, arch: int) -> Iterator[Launches]:
             if isinstance(value, Tensor) and not value.is_cuda:
                 raise WrongDeviceError(f"{kernel.__name__}: argument {name} is on {value.device}")
         built = launch(kernel, *args, grid=grid, warmup=True, **options)
-        launches.note(kernel, built)
+        launches.note(built)
         tensors.launch(kernel.__name__, [value for _, value in arguments if isinstance(value, FakeTensor)])
         return built
 

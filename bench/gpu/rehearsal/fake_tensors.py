@@ -50,9 +50,8 @@ class Recording:
         self._read.update(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
     def make(self, tensors: list[FakeTensor]) -> None:
-        """These came out of an operation; views among them, whose memory was there before if it was read before."""
-        made = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
-        self._made |= made - self._read
+        """These came out of an operation, in memory of their own."""
+        self._made.update(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
     @property
     def outside(self) -> frozenset[StorageWeakRef]:
@@ -120,7 +119,7 @@ class FakeTensors:
             recording.launch(name, tensors)
 
     def make(self, tensors: list[FakeTensor]) -> None:
-        """These came out of an operation."""
+        """These came out of an operation, in memory of their own."""
         for recording in self._recordings:
             recording.make(tensors)
 
@@ -153,7 +152,10 @@ class _Dispatch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in _FREE:
             self._owner.launch(name, fakes)
-        self._owner.make([leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)])
+        # What is a view of an argument, or the argument itself, was there before.
+        before = {StorageWeakRef(fake.untyped_storage()) for fake in fakes}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        self._owner.make([one for one in made if StorageWeakRef(one.untyped_storage()) not in before])
         return result
 
     def _refuse_in_step(self, name: str) -> None:
